@@ -62,19 +62,11 @@ class Problem:
         return self.template.format(*self.args) if self.args else self.template
 
     def under(self, prefix: str) -> Problem:
-        """Return a copy whose key is inside of a section, such as "tp_size" -> "engine.tp_size".
-
-        Args:
-            prefix: Dotted name of the section. If the problem has no key, `prefix` becomes the key.
-        """
+        """Return a copy whose key is inside of a section, such as "tp_size" -> "engine.tp_size"."""
         return type(self)(f"{prefix}.{self.key}" if self.key else prefix, self.template, *self.args)
 
     def on_node(self, host: str) -> Problem:
-        """Return a copy whose message ends with the name of a machine, for runs on several machines.
-
-        Args:
-            host: Name of the machine that has the problem.
-        """
+        """Return a copy whose message ends with the name of a machine, for runs on several machines."""
         template = self.template if self.args else self.template.replace("{", "{{").replace("}", "}}")
         return type(self)(self.key, template + " (on node {})", *self.args, host)
 
@@ -83,11 +75,7 @@ class Problem:
         return {self.key, *(arg.name for arg in self.args if isinstance(arg, Key))} - {""}
 
     def renamed(self, rename: Rename) -> Problem:
-        """Return a copy in which the settings have other names, both in the key and in the text.
-
-        Args:
-            rename: Maps the name of a setting to its new name, or to None to keep the name.
-        """
+        """Return a copy in which the settings have other names, both in the key and in the text."""
         args = (Key(rename(arg.name) or arg.name) if isinstance(arg, Key) else arg for arg in self.args)
         return type(self)(rename(self.key) or self.key if self.key else "", self.template, *args)
 
@@ -123,11 +111,7 @@ class ArenoError(Exception):
         super().__init__(lines[0] if len(lines) == 1 else "\n  ".join([heading, *lines]))
 
     def renamed(self, rename: Rename) -> ArenoError:
-        """Return a copy of the error in which the settings have other names.
-
-        Args:
-            rename: Maps the name of a setting to its new name, or to None to keep the name.
-        """
+        """Return a copy of the error in which the settings have other names."""
         return type(self)([problem.renamed(rename) for problem in self.problems])
 
 
@@ -206,14 +190,8 @@ _FILE_ERRORS = {
 def as_file_error(error: BaseException) -> ArenoError | None:
     """Return an ArenoError for an error of the file system, such as a missing permission or a full disk.
 
-    Such an error comes from the user's machine, so a traceback would not help.
-
-    Args:
-        error: Any error.
-
-    Returns:
-        An error with path and reason as its message. None if `error` is not an error of the file system, or names no
-        file.
+    Such an error comes from the user's machine, so a traceback would not help. None for other errors, and without a
+    file's name.
     """
     if not isinstance(error, OSError) or error.errno not in _FILE_ERRORS or error.filename is None:
         return None
@@ -230,32 +208,19 @@ def printable(text: str) -> str:
 
     These are control characters, line ends and changes of the text direction. Halves of surrogate pairs, which cannot
     be encoded, are escaped too. Tabs are kept.
-
-    Args:
-        text: Any text.
     """
     return text.translate(_ESCAPES)
 
 
 def did_you_mean(word: str, names: Iterable[str], otherwise: str = "") -> str:
-    """Return the end of a message about an unknown word, such as `; did you mean a or b?`.
-
-    Args:
-        word: The unknown word.
-        names: The known names, from which up to three similar names are suggested.
-        otherwise: Text to return if no name is similar.
-    """
+    """Return the end of a message about an unknown word, such as `; did you mean a or b?`, or `otherwise`."""
     import difflib  # most commands make no suggestion
 
     return suggestion(difflib.get_close_matches(word, list(names))) or otherwise
 
 
 def suggestion(names: list[str]) -> str:
-    """Return the end of a message, such as `; did you mean a or b?`, or "" if `names` is empty.
-
-    Args:
-        names: The names to suggest.
-    """
+    """Return the end of a message, such as `; did you mean a or b?`, or "" if `names` is empty."""
     return f"; did you mean {' or '.join(names)}?" if names else ""
 
 
@@ -264,9 +229,6 @@ def keys_renamed(rename: Rename) -> Iterator[None]:
     """Rename the settings in an ArenoError that the `with` block raises.
 
     This is for callers whose users know a setting by another name, such as the arguments of a script.
-
-    Args:
-        rename: Maps the name of a setting to its new name, or to None to keep the name.
     """
     try:
         yield

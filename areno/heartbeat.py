@@ -28,23 +28,14 @@ def count() -> int:
 
 
 def count_in(counters: Any, index: int) -> None:
-    """Move the progress counter to shared memory, so that another process can read it.
-
-    Args:
-        counters: Array of integers in shared memory, one for each process.
-        index: Index of this process's counter.
-    """
+    """Move the progress counter to shared memory, `counters[index]`, so that another process can read it."""
     global _counters, _index
     _counters, _index = counters, index
 
 
 @contextmanager
 def working(name: str) -> Iterator[None]:
-    """Mark a `with` block or decorated function as work that must make progress. Blocks may be nested.
-
-    Args:
-        name: Name of the work, which the report of a hang shows.
-    """
+    """Mark a `with` block or decorated function as work that must make progress. The report of a hang shows `name`."""
     entry = (name, threading.get_ident())
     _work.append(entry)
     try:

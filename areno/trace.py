@@ -66,36 +66,18 @@ def now() -> int:
 
 
 def from_perf_counter(seconds: float) -> int:
-    """Convert a reading of time.perf_counter to a time of events.
-
-    Args:
-        seconds: The reading, in seconds.
-    """
+    """Convert a reading of time.perf_counter, in seconds, to a time of events."""
     return int(seconds * 1e9) + _to_1970
 
 
 def add(lane: str, name: str, start: int, end: int, **arguments: Any) -> None:
-    """Record an event, if the recorder is on. Any thread may call this.
-
-    Args:
-        lane: Lane of the event, see the docstring of this module.
-        name: Name of the event. Equal work has equal names.
-        start: Time at which the event began.
-        end: Time at which the event ended.
-        **arguments: More facts about the event, as JSON values.
-    """
+    """Record an event, if the recorder is on. Any thread may call this. Equal work has equal names."""
     if active:
         _events.append((lane, name, start, max(start, end), arguments))
 
 
 def span(lane: str, name: str, **arguments: Any) -> AbstractContextManager[None]:
-    """Return a context manager that records its `with` block as an event, also if the block raises an exception.
-
-    Args:
-        lane: Lane of the event.
-        name: Name of the event.
-        **arguments: More facts about the event, as JSON values.
-    """
+    """Return a context manager that records its `with` block as an event, also if the block raises an exception."""
     return _span(lane, name, arguments) if active else _OFF
 
 
@@ -116,9 +98,5 @@ def drain_events() -> list[Event]:
 
 
 def extend(events: Iterable[Event]) -> None:
-    """Add events that another process has recorded.
-
-    Args:
-        events: The events, as `take` has returned them in the other process.
-    """
+    """Add events that another process has recorded and drained."""
     _events.extend(events)
