@@ -1,0 +1,30 @@
+"""Records that several packages share: prompts, requests, samples, rewards, rows to train on. Imports no torch."""
+
+from areno.types.datasets import AnswersItem as AnswersItem
+from areno.types.datasets import Batch as Batch
+from areno.types.datasets import Item as Item
+from areno.types.datasets import Message as Message
+from areno.types.datasets import PairItem as PairItem
+from areno.types.datasets import PromptBatch as PromptBatch
+from areno.types.datasets import PromptItem as PromptItem
+from areno.types.samples import ProgramEnd as ProgramEnd
+from areno.types.samples import RewardOutcome as RewardOutcome
+from areno.types.samples import RewardRecord as RewardRecord
+from areno.types.samples import ScoredSample as ScoredSample
+from areno.types.samples import TokenArrays as TokenArrays
+from areno.types.samples import TokenRow as TokenRow
+from areno.types.samples import Trajectory as Trajectory
+from areno.types.sampling import RETURNED as RETURNED
+from areno.types.sampling import TOKEN_SCORE as TOKEN_SCORE
+from areno.types.sampling import BegunCompletion as BegunCompletion
+from areno.types.sampling import FinishReason as FinishReason
+from areno.types.sampling import GenerationOutput as GenerationOutput
+from areno.types.sampling import GenerationRequest as GenerationRequest
+from areno.types.sampling import Numbers as Numbers
+from areno.types.sampling import RolloutResult as RolloutResult
+from areno.types.sampling import RolloutSequence as RolloutSequence
+from areno.types.sampling import SamplingParams as SamplingParams
+from areno.types.sampling import TokenScores as TokenScores
+from areno.types.training import ModelRole as ModelRole
+from areno.types.training import TokenValue as TokenValue
+from areno.types.training import TrainSequence as TrainSequence
