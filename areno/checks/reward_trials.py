@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from areno.checks.inputs.answer_forms import shown_form
+from areno.checks.inputs.answer_forms import reference_text, shown_form
 from areno.checks.inputs.findings import Finding, green, red
 from areno.checks.inputs.known_answers import NOISE, Asked, KnownAnswers, Trial, Values, mean_of, number_of
 from areno.checks.wrong_answers import TRIALS as WRONG
@@ -20,6 +21,7 @@ _MOST_FILLERS = 6
 _MOST_LOST = 0.1  # of the answers
 _MOST_TOLD = 0.5  # of the prompts that may end with their answer, more than end with that of another row
 _MOST_OF_TRAIT = 0.8  # of the rows that fail, or that have a trait
+_LEAST_TOLD, _FEW_TOLD, _OFTEN_OTHERS = 5, 0.01, 4  # prompts, share of the prompts, times as often as others
 _SENTENCE = "The answer is {}."
 _SHOWN = 3
 _TRAITS: Mapping[str, Callable[[str], bool]] = {
@@ -38,9 +40,21 @@ _TRAITS: Mapping[str, Callable[[str], bool]] = {
 def try_answers(known: KnownAnswers, score: Score) -> Iterator[Finding]:
     """Score the answers of all trials at once."""
     trials = [trial for make in (_stop_trial, _long_trial, *WRONG) for trial in make(known)]
-    outcomes = iter(score([answer for trial in trials for answer in trial.answers]))
-    for trial in trials:
-        yield from trial.judge([next(outcomes).value for _ in trial.answers])
+    asked = [answer for trial in trials for answer in trial.answers]
+    outcomes = list(score(asked))
+    lost = [(text, outcome) for (_, text), outcome in zip(asked, outcomes, strict=True) if outcome.value is None]
+    if lost:
+        shown = [f"{text[:60]!r}: {outcome.status}: {_last_line(outcome.message)}" for text, outcome in lost[:_SHOWN]]
+        text = f"{known.where}{len(lost)} of {len(asked)} longer or wrong answers have no reward"
+        yield red("reward-failures", text, shown)
+    values = iter(outcomes)
+    judged = [list(trial.judge([next(values).value for _ in trial.answers])) for trial in trials]
+    yield from judged.pop()  # what is scored last says whether rewards are repeatable, on which the others rest
+    yield from itertools.chain.from_iterable(judged)
+
+
+def _last_line(message: str) -> str:
+    return [*message.strip().splitlines(), ""][-1]
 
 
 # -- stop strings -----
@@ -159,7 +173,12 @@ def has_trait(text: str) -> bool:
 
 
 def each_row(
-    where: str, items: Sequence[PromptItem], references: Sequence[str], floor: float, outcomes: Sequence[RewardOutcome]
+    where: str,
+    items: Sequence[PromptItem],
+    references: Sequence[str],
+    floor: float,
+    outcomes: Sequence[RewardOutcome],
+    prompts: Sequence[PromptItem],
 ) -> Iterator[Finding]:
     """Look for rows whose reference answer gets no more than a worthless one, while most get the same larger reward."""
     values, name, n = [outcome.value for outcome in outcomes], "reward-each-row", len(items)
@@ -169,7 +188,8 @@ def each_row(
     [(top, count)] = Counter(known).most_common(1)
     if top <= floor or count < n / 2:
         return  # rewards are graded, or right answers have another form
-    yield from _told_answers(where, items, references)
+    told = list(_told_answers(where, items, references))
+    yield from (told if any(each.verdict == "red" for each in told) else [*_told_in_part(where, prompts)] or told)
     failing = [at for at, value in enumerate(values) if value is None or value <= floor]
     if not failing:
         yield green(name, f"{where}the reference answers of {n} rows get the reward of a right answer, {top:g}")
@@ -213,6 +233,28 @@ def _told_answers(where: str, items: Sequence[PromptItem], references: Sequence[
         yield red("told-answers", f"{text}: the model would only copy it", shown)
     else:
         yield green("told-answers", text)
+
+
+def _told_in_part(where: str, rows: Sequence[PromptItem]) -> Iterator[Finding]:
+    """Look for a word that stands before the right answer wherever it stands before one of the answers at all."""
+    answers = {reference_text(item).strip() for item in rows} - {""}
+    own, others = dict[str, list[PromptItem]](), Counter[str]()
+    for item in rows:
+        words, answer = [word.strip(".,:;!?()[]*'\"") for word in item.prompt.split()], reference_text(item).strip()
+        before = {(words[at - 1], words[at] == answer) for at in range(1, len(words)) if words[at] in answers}
+        for word, is_own in before:
+            if is_own:
+                own.setdefault(word, []).append(item)
+            elif (word, True) not in before:
+                others[word] += 1
+    word = max(own, key=lambda each: len(own[each]) - _OFTEN_OTHERS * others[each], default="")
+    found = own.get(word, [])
+    if len(found) > max(_LEAST_TOLD, _FEW_TOLD * len(rows)) and len(found) > _OFTEN_OTHERS * others[word]:
+        text = (
+            f"{where}in {len(found)} of {len(rows)} prompts, their own right answer stands after {word!r}, and that of"
+        )
+        shown = [f"row {item.index}: {item.prompt[-80:]!r}" for item in found[:_SHOWN]]
+        yield red("told-answers", f"{text} another row in {others[word]}: the model would only copy it", shown)
 
 
 def _told_after(texts: Sequence[str], references: Sequence[str]) -> tuple[str, int] | None:

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from areno.checks.agent_rewards import rewards_of_episodes
-from areno.checks.inputs.answer_forms import reference_forms, reference_text, reopened_forms, shown_form, templates_of
+from areno.checks.inputs.answer_forms import reference_forms, reference_text, reopened_forms, templates_of
 from areno.checks.inputs.findings import Finding, NotChecked, green, not_checked, red
 from areno.checks.inputs.known_answers import NOISE, Asked, KnownAnswers
 from areno.checks.inputs.subject import Subject
-from areno.checks.inputs.talks import without_think_tags
 from areno.checks.plans import rollout_seconds
+from areno.checks.reward_findings import (
+    AGAIN,
+    Answers,
+    Tried,
+    continuation_finding,
+    failures_finding,
+    reference_finding,
+    repeated_finding,
+    short,
+    shown_means,
+    signal_finding,
+)
 from areno.checks.reward_trials import each_row, has_trait, try_answers
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.scoring.judge import JudgeTask, Judging
@@ -28,37 +38,10 @@ _N_PROMPTS = 16  # of each source
 _BLOCK = 4  # rows that follow each other, so that a reward of the next row is found
 _PROBES = 3  # requests with which a judge is opened
 _SHOWN = 3
-_AGAIN = "with a second <think>"
 _MOST_UNREACHED = 0.1  # of the reference answers
-_MARKS = ("\\boxed", "####", "<answer>")  # in a prompt, they ask for one of these forms
-_OTHER_MARKS = ("</", "JSON", "json", '":')  # and these for another
 _MOST_ROWS = 200  # whose reference answer is tried in its best form
 _ROWS_SECONDS = 5.0
 _SLOW_S = 0.05  # for an answer: answers of agents may be scored by programs
-_SHORT = 40  # characters of a reference answer that one of the forms makes right
-
-
-@dataclass(frozen=True)
-class Tried:
-    """The rewards of one kind of answer, for each prompt. None: the function gave none."""
-
-    kind: str
-    values: list[float | None]
-
-    @property
-    def mean(self) -> float:
-        known = [value for value in self.values if value is not None]
-        return statistics.fmean(known) if known else math.nan
-
-
-@dataclass(frozen=True)
-class _Answers:
-    """The completions of a source that are scored: kind of answer -> a completion for each prompt."""
-
-    items: list[PromptItem]
-    texts: dict[str, list[str]]
-    forms: list[Tried] = field(default_factory=list)  # rewards of the reference answers in each form
-    best: str = ""  # the form with the largest rewards
 
 
 def reward_functions(subject: Subject) -> Iterator[Finding]:
@@ -75,15 +58,15 @@ def reward_functions(subject: Subject) -> Iterator[Finding]:
         records = [record for kind in answers.texts for record in _records(subject, answers, kind)]
         first, seconds = _score(subject, records)
         again = list(reversed(_score(subject, list(reversed(records)))[0]))
-        yield _failures(where, records, first)
-        yield (repeated := _repeated(where, records, first, again))
+        yield failures_finding(where, records, first)
+        yield (repeated := repeated_finding(where, records, first, again))
         tried = _by_kind(answers, first)
         if repeated.verdict == "red":
             yield not_checked("reward-signal", f"{where}rewards are not repeatable: see {repeated.name}")
         else:
-            yield _signal(where, tried, answers, subject.tokenizer.chat_template is not None)
-        yield from _continuation(where, tried)
-        yield from _reference(where, tried, answers.forms)
+            yield signal_finding(where, tried, answers, subject.tokenizer.chat_template is not None)
+        yield from continuation_finding(where, tried)
+        yield from reference_finding(where, tried, answers.forms)
         yield from _reach(subject, where, config, answers, tried)
         if answers.best:
             known = _known_answers(subject, source, where, answers, tried)
@@ -108,7 +91,7 @@ def _of_short_episodes(subject: Subject) -> Iterator[Finding]:
             known = _known_answers(subject, source, where, answers, tried)
             if seconds / len(records) > _SLOW_S:
                 continue
-            yield from _reference(where, tried, answers.forms)
+            yield from reference_finding(where, tried, answers.forms)
             yield from try_answers(known, lambda asked: _score_texts(subject, asked))
 
 
@@ -127,7 +110,7 @@ def judge(subject: Subject) -> Iterator[Finding]:
     section = replace(section, retries=0)
     items = _items(subject, "", n_prompts)
     texts = {"reference": [reference_text(item) or NOISE for item in items], "noise": [NOISE] * len(items)}
-    answers = _Answers(items, texts)
+    answers = Answers(items, texts)
     pairs = [(item, kind) for item in range(len(items)) for kind in texts]
     records = [_record(subject, items[number], texts[kind][number]) for number, kind in pairs]
     tasks = [JudgeTask(range(at - at % 2, at - at % 2 + 2), record.messages[:-1]) for at, record in enumerate(records)]
@@ -143,14 +126,12 @@ def judge(subject: Subject) -> Iterator[Finding]:
         yield green("judge-answers", f"the judge gives each of {len(records)} answers a score")
     known = {value for value in values if value is not None}
     if len(known) == 1:
-        yield red("judge-signal", f"the judge gives every answer {known.pop():g}", _shown_means(tried))
+        yield red("judge-signal", f"the judge gives every answer {known.pop():g}", shown_means(tried))
     elif len(known) > 1:
-        yield green("judge-signal", f"the judge's scores go from {min(known):g} to {max(known):g}", _shown_means(tried))
+        yield green("judge-signal", f"the judge's scores go from {min(known):g} to {max(known):g}", shown_means(tried))
 
 
-def _known_answers(
-    subject: Subject, source: str, where: str, answers: _Answers, tried: Sequence[Tried]
-) -> KnownAnswers:
+def _known_answers(subject: Subject, source: str, where: str, answers: Answers, tried: Sequence[Tried]) -> KnownAnswers:
     values = {each.kind: each.values for each in (*tried, *answers.forms)}
     worthless = [
         max((value for value in pair if value is not None), default=0.0)
@@ -185,7 +166,7 @@ def _each_row(subject: Subject, source: str, known: KnownAnswers, most: int) -> 
         asked += [(item, text)] if isinstance(text, str) else []
     items = [item for item, _ in asked]
     references = [reference_text(item) for item in items]
-    yield from each_row(known.where, items, references, max(known.worthless), _score_texts(subject, asked))
+    yield from each_row(known.where, items, references, max(known.worthless), _score_texts(subject, asked), rows)
 
 
 def _policy_config(subject: Subject) -> PolicyExperimentConfig:
@@ -217,13 +198,13 @@ def _all_items(subject: Subject, source: str) -> list[PromptItem]:
     ]
 
 
-def _answers_by_source(subject: Subject) -> dict[str, _Answers]:
+def _answers_by_source(subject: Subject) -> dict[str, Answers]:
     found = {}
     for dataset in subject.training_rows:
         if not _pool(subject).scores(dataset.source):
             continue
         items = _items(subject, dataset.source, _N_PROMPTS)
-        found[dataset.source] = _Answers(items, *_texts(subject, items))
+        found[dataset.source] = Answers(items, *_texts(subject, items))
     if not found:
         raise NotChecked("no source has a reward function")
     return found
@@ -239,7 +220,7 @@ def _texts(subject: Subject, items: Sequence[PromptItem]) -> tuple[dict[str, lis
     if not forms:
         return texts, [], ""
     again = reopened_forms(items)
-    tried = _Answers(list(items), forms | again)
+    tried = Answers(list(items), forms | again)
     records = [record for kind in tried.texts for record in _records(subject, tried, kind)]
     rewards = _by_kind(tried, _score(subject, records)[0])
     rewards, of_again = rewards[: len(forms)], rewards[len(forms) :]
@@ -252,7 +233,7 @@ def _texts(subject: Subject, items: Sequence[PromptItem]) -> tuple[dict[str, lis
         "of the next row": [*references[1:], references[0]],
         "of the row before": [references[-1], *references[:-1]],
     }
-    found |= {_AGAIN: again[max(of_again, key=_mean).kind]} if of_again else {}
+    found |= {AGAIN: again[max(of_again, key=_mean).kind]} if of_again else {}
     return found | texts, rewards, best.kind
 
 
@@ -260,7 +241,7 @@ def _mean(tried: Tried) -> float:
     return -math.inf if math.isnan(tried.mean) else tried.mean
 
 
-def _records(subject: Subject, answers: _Answers, kind: str) -> list[RewardRecord]:
+def _records(subject: Subject, answers: Answers, kind: str) -> list[RewardRecord]:
     pairs = zip(answers.items, answers.texts[kind], strict=True)
     return [_record(subject, item, text, ends=kind != "cut off") for item, text in pairs]
 
@@ -297,129 +278,14 @@ def _is_async(subject: Subject) -> bool:
         return any(worker.is_async for worker in pool.workers)
 
 
-def _by_kind(answers: _Answers, outcomes: Sequence[RewardOutcome]) -> list[Tried]:
+def _by_kind(answers: Answers, outcomes: Sequence[RewardOutcome]) -> list[Tried]:
     n = len(answers.items)
     parts = [outcomes[start : start + n] for start in range(0, len(outcomes), n)]
     return [Tried(kind, [outcome.value for outcome in part]) for kind, part in zip(answers.texts, parts, strict=True)]
 
 
-def _failures(where: str, records: Sequence[RewardRecord], outcomes: Sequence[RewardOutcome]) -> Finding:
-    lost = [(record, outcome) for record, outcome in zip(records, outcomes, strict=True) if outcome.value is None]
-    text = f"{where}{len(lost)} of {len(records)} answers have no reward"
-    if not lost:
-        return green("reward-failures", f"{where}each of {len(records)} answers has a reward")
-    details = [
-        f"{_short(record.completion)}: {outcome.status}: {outcome.message.strip().splitlines()[-1]}"
-        for record, outcome in lost[:_SHOWN]
-    ]
-    return red("reward-failures", text, details)
-
-
-def _repeated(
-    where: str, records: Sequence[RewardRecord], first: Sequence[RewardOutcome], again: Sequence[RewardOutcome]
-) -> Finding:
-    faults = [
-        f"{_short(record.completion)}: {one.value} and {other.value}"
-        for record, one, other in zip(records, first, again, strict=True)
-        if one.value != other.value
-    ]
-    if faults:
-        text = (
-            f"{where}{len(faults)} of {len(records)} answers get another reward in a second process, in another order"
-        )
-        of_prompts: dict[tuple[int, ...], set[tuple[float | None, float | None]]] = {}
-        for record, one, other in zip(records, first, again, strict=True):
-            of_prompts.setdefault(tuple(record.prompt_tokens), set()).add((one.value, other.value))
-        if len(of_prompts) < len(records) and all(len(pairs) == 1 for pairs in of_prompts.values()):
-            text += ". All answers to a prompt get the reward of the first that is scored: is it cached by prompt?"
-        return red("reward-repeatable", text, faults[:_SHOWN])
-    return green("reward-repeatable", f"{where}two processes give each of {len(records)} answers the same reward")
-
-
-def _knows_form(answers: _Answers, is_chat: bool) -> bool:
-    """Whether a right answer has one of the forms that were tried: the prompts name it, or the rows have solutions.
-
-    If the prompts of a chat model ask for no form, no other form is meant. But a reference that stands in its prompt,
-    such as the target of a puzzle, is not the answer.
-    """
-    if any(each.kind not in templates_of(answers.items) for each in answers.forms):
-        return True
-    texts = [without_think_tags(item.text) for item in answers.items]
-    if any(mark in text for mark in _MARKS for text in texts):
-        return True
-    is_given = any(reference_text(item) in item.text for item in answers.items)
-    return is_chat and not is_given and not any(mark in text for mark in _OTHER_MARKS for text in texts)
-
-
-def _signal(where: str, tried: Sequence[Tried], answers: _Answers, is_chat: bool) -> Finding:
-    """Report a constant reward. It is meant if no answer that was tried can be right, as far as this is known."""
-    values = {value for each in (*tried, *answers.forms) for value in each.values if value is not None}
-    if not values:
-        return not_checked("reward-signal", f"{where}no answer has a reward")
-    if len(values) > 1:
-        text = f"{where}rewards go from {min(values):g} to {max(values):g}"
-        return green("reward-signal", text, _shown_means(tried))
-    [value] = values
-    text = f"{where}every answer gets {value:g}: {', '.join(each.kind for each in tried)}"
-    if not any(each.kind == "reference" for each in tried):
-        return not_checked("reward-signal", f"{text}; the rows have no reference answers to try")
-    short = all(len(reference_text(item)) <= _SHORT for item in answers.items)
-    if not short or (value <= 0 and not _knows_form(answers, is_chat)):
-        return not_checked("reward-signal", f"{text}; the reference may not be in the form of a right answer")
-    if value <= 0:
-        text += f". So does the right answer in each form: {', '.join(shown_form(each.kind) for each in answers.forms)}"
-    return red("reward-signal", text)
-
-
-def _continuation(where: str, tried: Sequence[Tried]) -> Iterator[Finding]:
-    """Compare right answers that go on from an opened <think> with those that open it again."""
-    means = {each.kind: each.mean for each in tried}
-    if _AGAIN not in means:
-        return
-    floor, name = max(means["empty"], means["noise"]), "reward-continuation"
-    if means["reference"] <= floor < means[_AGAIN]:
-        text = f"{where}prompts end with <think>, and a right answer that goes on from there gets "
-        text += f"{means['reference']:.3g}; only one that opens <think> again gets {means[_AGAIN]:.3g}"
-        yield red(name, text, _shown_means(tried))
-    elif means["reference"] > floor:
-        yield green(name, f"{where}a right answer that goes on from the <think> of its prompt gets a reward")
-
-
-def _shown_means(tried: Sequence[Tried]) -> list[str]:
-    return [f"{each.kind}: {each.mean:.3g} on average" for each in tried]
-
-
-def _reference(where: str, tried: Sequence[Tried], forms: Sequence[Tried]) -> Iterator[Finding]:
-    means, name = {each.kind: each.mean for each in tried}, "reward-reference"
-    if "reference" not in means:
-        yield not_checked(name, f"{where}the rows have no reference answers")
-        return
-    reference, shown = means["reference"], _shown_means(tried)
-    of_rows = max(means["of the next row"], means["of the row before"])
-    others = {kind: means[kind] for kind in ("cut off", "empty", "noise")}
-    best = max(others, key=others.__getitem__)
-    worst = min(forms, key=lambda each: each.mean)
-    if of_rows > reference:
-        text = f"{where}the answer of a row beside it gets {of_rows:.3g}, the answer of the row itself {reference:.3g}"
-        yield red("reward-row", text, shown)
-        return
-    yield green("reward-row", f"{where}no answer of a row beside it gets more than the row's own")
-    if reference > others[best]:
-        text = f"{where}reference answers get {reference:.3g}, answers that are {best} {others[best]:.3g}"
-        yield green(name, text, shown)
-    elif worst.mean < min(means["empty"], means["noise"]):
-        told = f"gets {worst.mean:.3g}, noise {means['noise']:.3g}"
-        yield red(name, f"{where}the reference answer as {shown_form(worst.kind)} {told}", shown)
-    elif reference < others[best]:
-        text = f"{where}an answer that is {best} gets {others[best]:.3g}, the reference answer {reference:.3g}"
-        yield red(name, text, shown)
-    else:
-        text = f"{where}no form in which the reference answer was tried gets more than an answer that is {best}"
-        yield not_checked(name, text, shown)
-
-
 def _reach(
-    subject: Subject, where: str, config: PolicyExperimentConfig, answers: _Answers, tried: Sequence[Tried]
+    subject: Subject, where: str, config: PolicyExperimentConfig, answers: Answers, tried: Sequence[Tried]
 ) -> Iterator[Finding]:
     """Check that reference answers have a place within max_new_tokens."""
     if "reference" not in answers.texts:
@@ -432,7 +298,7 @@ def _reach(
         longest = max(map(len, encoded))
         yield green(name, f"{where}reference answers have at most {longest} tokens, of {most} (gconfig.max_new_tokens)")
         return
-    cut = _Answers([answers.items[at] for at in long], {"cut": [tokenizer.decode(encoded[at][:most]) for at in long]})
+    cut = Answers([answers.items[at] for at in long], {"cut": [tokenizer.decode(encoded[at][:most]) for at in long]})
     scored = _score(subject, _records(subject, cut, "cut"))[0]
     whole = next(each for each in tried if each.kind == "reference").values
     lost = [
@@ -441,7 +307,7 @@ def _reach(
         if outcome.value is not None and whole[at] is not None and outcome.value < (whole[at] or 0.0)
     ]
     text = f"{where}{len(lost)} of {n} reference answers are right only beyond {most} tokens (gconfig.max_new_tokens)"
-    details = [f"{_short(answers.texts['reference'][at])} has {len(encoded[at])} tokens" for at in lost[:_SHOWN]]
+    details = [f"{short(answers.texts['reference'][at])} has {len(encoded[at])} tokens" for at in lost[:_SHOWN]]
     yield (red if len(lost) > _MOST_UNREACHED * n else green)(name, text, details)
 
 
@@ -456,7 +322,3 @@ def _speed(subject: Subject, where: str, seconds: float) -> Finding:
         return green("reward-speed", text)
     slow = " The step waits for rewards: raise reward.workers." if step_s > rollout_s else ""
     return green("reward-speed", f"{text}; the rollout takes {rollout_s:.2g} s on {device}.{slow}")
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 60 else f"{text[:57]}...")

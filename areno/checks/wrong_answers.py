@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from areno.checks.inputs.answer_forms import REASONING
+from areno.checks.inputs.answer_forms import REASONING, shown_form
 from areno.checks.inputs.findings import Finding, green, not_checked, red
-from areno.checks.inputs.known_answers import KnownAnswers, Trial, Values, mean_of, number_of
+from areno.checks.inputs.known_answers import NOISE, KnownAnswers, Trial, Values, mean_of, number_of
 
 _MOST = 0.1  # of the wrong answers of a kind
 _SHOWN = 3
@@ -21,6 +22,9 @@ _PROSE = (
 _LEAST_WORK = 20  # characters of a worked solution beside its result
 _OTHERS = 4  # other answers in a list
 _NEAR = 0.03  # of a number
+_REFUSAL = "I am sorry, but I cannot answer this question."
+_ECHO, _MOST_ECHOED = "the text of the prompt", 0.6  # which may well end with the right answer
+_WHOLE, _CLOSE = "the number without its decimals", 0.05
 _TOLERATED = ("the number plus or minus 1", "the number plus or minus 3 %")
 
 
@@ -64,7 +68,11 @@ def _findings(known: KnownAnswers, tried: Sequence[_Wrong], values: Values) -> I
         if value is not None and value >= (known.rewards[each.form][each.number] or 0.0):
             said = f"row {known.items[each.number].index}: {each.text!r} gets {value:g}"
             full.setdefault(each.kind, []).append(f"{said}, right is {known.references[each.number]}")
-    wrong = {kind: details for kind, details in full.items() if len(details) > _MOST * counts[kind]}
+    wrong = {
+        kind: details
+        for kind, details in full.items()
+        if len(details) > (_MOST_ECHOED if kind == _ECHO else _MOST) * counts[kind]
+    }
     numbers = [reference for reference in known.references if number_of(reference) is not None]
     is_measured = bool(numbers) and sum("." in number for number in numbers) > len(numbers) / 2
     doubts = [kind for kind in wrong if kind in _TOLERATED and is_measured]
@@ -91,6 +99,10 @@ def _wrong_texts(known: KnownAnswers, number: int, form: str) -> Iterator[tuple[
     if others:
         yield "the answer of another row", form.format(others[0])
     value = number_of(reference)
+    if len(reference) <= _SHORT and not _words(reference) & _words(_REFUSAL):
+        yield "a refusal", _REFUSAL
+    if reference not in known.items[number].prompt:
+        yield _ECHO, known.items[number].prompt
     if value is not None:
         for kind, text in _wrong_numbers(reference, value):
             yield kind, form.format(text)
@@ -140,6 +152,8 @@ def _wrong_numbers(reference: str, value: float) -> Iterator[tuple[str, str]]:
     near = _times(reference, 1 + (_NEAR if whole % 2 else -_NEAR))
     if abs((number_of(near) or 0.0) - value) > (1 if "." not in reference else 0):
         yield _TOLERATED[1], near
+    if "." in reference and abs(whole - value) > _CLOSE * abs(value):
+        yield _WHOLE, str(whole)
     if len(digits := reference.lstrip("-")) > 1 and digits.isdigit():
         yield "the number without its last digit", reference[:-1]
 
@@ -209,6 +223,57 @@ def _noise_trial(known: KnownAnswers) -> Iterator[Trial]:
     yield Trial([], judge)
 
 
+def _form_trial(known: KnownAnswers) -> Iterator[Trial]:
+    """Compare what the form of an answer earns with what it earns to be right."""
+    form = _best_form(known)
+    numbers = [n for n in range(len(known.items)) if form in known.forms and known.is_right(form, n)]
+
+    def judge(values: Values) -> Iterator[Finding]:
+        if not numbers or form == "{}":
+            return
+        right, empty = mean_of([known.rewards[form][n] for n in numbers]), mean_of(values)
+        floor = statistics.fmean(known.worthless[n] for n in numbers)
+        text = f"{known.where}{shown_form(form)} with noise in it gets {empty:.3g}, with the right answer {right:.3g}"
+        text += f", and noise without it {floor:.3g}"
+        if floor < empty < right and empty - floor > right - empty:
+            yield red("reward-form", f"{text}: the form alone earns more than to be right")
+        else:
+            yield green("reward-form", text)
+
+    yield Trial([(known.items[n], form.format(NOISE)) for n in numbers], judge)
+
+
+def _space_trial(known: KnownAnswers) -> Iterator[Trial]:
+    """Try right answers between white space, if they are right without any mark."""
+    numbers = [n for n in range(len(known.items)) if _best_form(known) == "{}" and known.is_right("{}", n)]
+    texts = [f" {known.forms['{}'][n]}\n" for n in numbers]
+
+    def judge(values: Values) -> Iterator[Finding]:
+        pairs = zip(numbers, values, strict=True)
+        lost = [n for n, value in pairs if value is not None and value <= known.worthless[n]]
+        if len(lost) > len(numbers) / 2:
+            text = f"{known.where}a right answer with a space before it and a line break after it gets no reward"
+            yield red("reward-space", f"{text}: {texts[0]!r}. Strip both texts before they are compared")
+        elif numbers:
+            yield green("reward-space", f"{known.where}white space around right answers does not matter")
+
+    yield Trial([(known.items[n], text) for n, text in zip(numbers, texts, strict=True)], judge)
+
+
+def _again_trial(known: KnownAnswers) -> Iterator[Trial]:
+    """Score right answers again, after all others."""
+    first = known.rewards.get(known.best, [])
+
+    def judge(values: Values) -> Iterator[Finding]:
+        other = [n for n, (one, again) in enumerate(zip(first, values, strict=False)) if one != again]
+        if other:
+            text = f"{known.where}after other answers, {len(other)} of {len(first)} right answers get another reward"
+            shown = [f"row {known.items[n].index}: {first[n]} and {values[n]}" for n in other[:_SHOWN]]
+            yield red("reward-repeatable", f"{text}: it depends on what was scored before", shown)
+
+    yield Trial(list(zip(known.items, known.forms[known.best], strict=True)) if first else [], judge)
+
+
 def _final_trial(known: KnownAnswers) -> Iterator[Trial]:
     """Try the final answers of references that are whole worked solutions."""
     finals = [_final_answer(reference) for reference in known.references]
@@ -245,4 +310,4 @@ def _final_answer(reference: str) -> str:
     return final if len(final) + _LEAST_WORK < len(reference) else ""
 
 
-TRIALS = (_final_trial, _wrong_trial, _right_trial, _noise_trial)
+TRIALS = (_final_trial, _wrong_trial, _right_trial, _noise_trial, _form_trial, _space_trial, _again_trial)

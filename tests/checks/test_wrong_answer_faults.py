@@ -7,12 +7,20 @@ from pathlib import Path
 import pytest
 
 from areno.checks.inputs.findings import Finding
+from areno.checks.rewards import reward_functions
+from tests.helpers import checked
 from tests.helpers.checked import findings, red
 
 NUMBERS = "{'prompt': f'What is {n} minus 470?', 'solutions': str(n - 470)}"
 LETTERS = "{'prompt': f'What is {n} plus {n}? (A) {n} (B) {2 * n} (C) {n + 1} (D) 0', 'solutions': 'ABCD'[n % 4]}"
 MEASURES = "{'prompt': f'What is seven times {n}?', 'solutions': f'{7 * n + 0.25:.2f}'}"
 START = "import re\n\n\ndef last(pattern, text):\n    return (re.findall(pattern, text) or [''])[-1]\n\n\n"
+
+
+@pytest.fixture(autouse=True)
+def rewards_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the sampling of group-signal, which takes longest: the model knows no such task."""
+    monkeypatch.setattr(checked, "CHECKS", {"reward": [reward_functions]})
 
 
 def found_with(folder: Path, body: str, row: str, *settings: str) -> list[Finding]:
@@ -25,18 +33,13 @@ def found_with(folder: Path, body: str, row: str, *settings: str) -> list[Findin
     )
 
 
-def red_rewards(found: list[Finding]) -> set[str]:
-    """What is red, but for group-signal: the small model does not know these tasks."""
-    return red(found) - {"group-signal"}
-
-
 LAST = r"    return float(last(r'-?\d+', text) == right)" + "\n"
 LETTER = r"    return float(last(r'\b[A-D]\b', text) == right)" + "\n"
 
 
 @pytest.mark.parametrize(("body", "row"), [(LAST, NUMBERS), (LETTER, LETTERS)])
 def test_a_right_reward_is_green(body: str, row: str, tmp_path: Path) -> None:
-    assert not red_rewards(found_with(tmp_path, body, row))
+    assert not red(found_with(tmp_path, body, row))
 
 
 @pytest.mark.parametrize(
@@ -84,13 +87,13 @@ def test_a_wrong_answer_with_the_reward_of_the_right_one_is_found(
     body: str, row: str, name: str, said: str, tmp_path: Path
 ) -> None:
     found = found_with(tmp_path, body, row)
-    assert name in red_rewards(found), found
+    assert name in red(found), found
     assert said in next(each.line for each in found if each.name == name)
 
 
 def test_the_first_number_of_a_text_is_no_answer(tmp_path: Path) -> None:
     found = found_with(tmp_path, r"    return float((re.findall(r'-?\d+', text) or [''])[0] == right)" + "\n", NUMBERS)
-    assert "reward-steps" in red_rewards(found)
+    assert "reward-steps" in red(found)
 
 
 def test_a_tolerance_for_measured_numbers_is_asked_about(tmp_path: Path) -> None:
@@ -99,7 +102,7 @@ def test_a_tolerance_for_measured_numbers_is_asked_about(tmp_path: Path) -> None
         + "\n    return float(abs(found - float(right)) < 1.5)\n"
     )
     found = found_with(tmp_path, body, MEASURES)
-    assert not red_rewards(found), found
+    assert not red(found), found
     doubt = next(each for each in found if each.name == "reward-wrong")
     assert doubt.verdict == "not checked"
     assert "Is this tolerance meant?" in doubt.line
@@ -107,19 +110,72 @@ def test_a_tolerance_for_measured_numbers_is_asked_about(tmp_path: Path) -> None
 
 def test_a_reward_for_nothing_but_the_whole_worked_solution_is_found(tmp_path: Path) -> None:
     row = "{'prompt': f'{n} and {n}?', 'solutions': f'We add {n} and {n}, which is twice {n}.\\n#### {2 * n}'}"
-    assert "reward-final" in red_rewards(found_with(tmp_path, "    return float(right in text)\n", row))
+    assert "reward-final" in red(found_with(tmp_path, "    return float(right in text)\n", row))
     body = "    return float(right.split()[-1] in text.split()[-1:])\n"
-    assert not red_rewards(found_with(tmp_path, body, row))
+    assert not red(found_with(tmp_path, body, row))
 
 
 def test_a_reward_that_reads_only_the_start_of_a_text_is_found(tmp_path: Path) -> None:
     found = found_with(tmp_path, LAST.replace("text", "text[:60]"), NUMBERS)
-    assert red_rewards(found) == {"reward-length"}
+    assert red(found) == {"reward-length"}
     assert "is a part of the text cut off?" in next(each.line for each in found if each.name == "reward-length")
 
 
 def test_prompts_in_which_a_word_tells_the_answer_are_found(tmp_path: Path) -> None:
     row = NUMBERS.replace("minus 470?", "minus 470? (answer: {n - 470}) Give the number {n % 7}.")
     found = found_with(tmp_path, LAST, row)
-    assert red_rewards(found) == {"told-answers"}
+    assert red(found) == {"told-answers"}
     assert "stands after 'answer'" in next(each.line for each in found if each.name == "told-answers")
+
+
+@pytest.mark.parametrize(
+    ("body", "row", "name", "said"),
+    [
+        ("    return float(text == right)\n", NUMBERS, "reward-space", "Strip both texts"),
+        ("    return float(text.strip() == right or 'sorry' in text)\n", NUMBERS, "reward-wrong", "a refusal"),
+        ("    return float(text.strip() in (right, ''))\n", NUMBERS, "reward-noise", "as much as the right one"),
+        (
+            "    return float(text.strip() == right or record.prompt in text)\n",
+            NUMBERS,
+            "reward-wrong",
+            "the text of the prompt",
+        ),
+        (
+            "    found = text.strip().strip('-').replace('.', '', 1)\n"
+            "    return float(found.isdigit() and int(float(text)) == int(float(right)))\n",
+            MEASURES.replace("7 * n + 0.25", "(n - 470) / 7"),
+            "reward-wrong",
+            "the number without its decimals",
+        ),
+        (
+            "    return float(last(r'-?\\d+', text) == right) + 1.5 * ('boxed' in text)\n",
+            NUMBERS,
+            "reward-form",
+            "the form alone earns more than to be right",
+        ),
+        ("    return None if len(text) > 90 else float(text.strip() == right)\n", NUMBERS, "reward-failures", "longer"),
+        (
+            "    seen.append(text)\n    return float(len(seen) < 120 and text.strip() == right)\n\n\nseen = []\n",
+            NUMBERS,
+            "reward-repeatable",
+            "after other answers",
+        ),
+        (
+            "    return float(text.strip().lower() == right)\n",
+            "{'prompt': f'Is {n} more than 500? Answer Yes or No.', 'solutions': 'Yes' if n > 500 else 'No'}",
+            "reward-signal",
+            "every answer gets 0",
+        ),
+    ],
+)
+def test_a_reward_of_a_stranger_is_found(body: str, row: str, name: str, said: str, tmp_path: Path) -> None:
+    found = found_with(tmp_path, body, row)
+    assert name in red(found), found
+    assert said in next(each.line for each in found if each.name == name and each.verdict == "red")
+
+
+def test_prompts_of_which_some_tell_their_answer_are_found(tmp_path: Path) -> None:
+    told = "f'What is {n} minus 470?' + f' (Answer: {n - 470})' * (n % 7 == 0)"
+    found = found_with(tmp_path, LAST, NUMBERS.replace("f'What is {n} minus 470?'", told))
+    assert "told-answers" in red(found)
+    assert "stands after 'Answer'" in next(each.line for each in found if each.name == "told-answers")
