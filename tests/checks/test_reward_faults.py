@@ -65,6 +65,7 @@ def test_a_wrong_reward_is_found(body: str, name: str, tmp_path: Path) -> None:
     assert name in red(found_with(tmp_path, body))
 
 
+@pytest.mark.slow
 def test_the_reward_of_another_row_is_found(tmp_path: Path) -> None:
     loader = tmp_path / "loader.py"
     loader.write_text(
@@ -89,6 +90,7 @@ def test_prompts_that_end_with_their_answer_are_found(tmp_path: Path) -> None:
     assert "told-answers" in red(found_with(tmp_path, RIGHT, *settings))
 
 
+@pytest.mark.slow
 def test_answers_out_of_reach_are_found(tmp_path: Path) -> None:
     assert "reward-reach" in red(found_with(tmp_path, RIGHT, "gconfig.max_new_tokens=2"))
 
@@ -147,6 +149,7 @@ def test_a_reward_of_nothing_is_found(prompt: str, names: set[str], tmp_path: Pa
 HASHED = "    return float(record.completion.split('####')[-1].strip() == record.solutions)\n"
 
 
+@pytest.mark.slow
 def test_stop_strings_that_cut_right_answers_are_found(tmp_path: Path) -> None:
     model = ("actor.path=examples/agentic/small_model/model", "gconfig.max_new_tokens=20")
     found = found_with(tmp_path, HASHED, *model, "gconfig.stop=['####']")
@@ -158,6 +161,7 @@ def test_stop_strings_that_cut_right_answers_are_found(tmp_path: Path) -> None:
 LAST_WORD = "    said = record.completion.split()\n    right = record.solutions in said[-1:]\n"
 
 
+@pytest.mark.slow
 def test_a_reward_for_words_is_found(tmp_path: Path) -> None:
     row, room = "{'prompt': f'{n}+{n}=', 'solutions': str(2 * n)}", "gconfig.max_new_tokens=115"
     for words in ("- 0.1 * len(said)", "+ 0.1 * len(said)"):
@@ -174,6 +178,7 @@ def test_worked_solutions_of_the_rows_are_tried(tmp_path: Path) -> None:
     assert "'work'" in next(each.line for each in found if each.name == "reward-length")
 
 
+@pytest.mark.slow
 def test_a_wrong_number_with_the_right_one_inside_is_found(tmp_path: Path) -> None:
     row = "{'prompt': f'{n}+{n}=', 'solutions': str(2 * n)}"
     inside = "    return float(record.solutions in record.completion)\n"
@@ -183,6 +188,7 @@ def test_a_wrong_number_with_the_right_one_inside_is_found(tmp_path: Path) -> No
     assert not red_rewards(reward_of_rows(tmp_path, RIGHT, row, "reward.fn=math"))
 
 
+@pytest.mark.slow
 def test_rows_whose_answer_is_not_read_are_found(tmp_path: Path) -> None:
     row = "{'prompt': f'{n}+{n}=', 'solutions': f'{2 * n:,}'}"
     as_float = (
@@ -195,6 +201,7 @@ def test_rows_whose_answer_is_not_read_are_found(tmp_path: Path) -> None:
     assert not red_rewards(reward_of_rows(tmp_path, RIGHT, row))
 
 
+@pytest.mark.slow
 def test_a_reward_that_wants_the_reasoning_opened_twice_is_found(tmp_path: Path) -> None:
     opened = ("{{- '<|im_start|>assistant\\n' -}}", "{{- '<|im_start|>assistant\\n<think>\\n' -}}")
     model = (f"actor.path={chat_model(tmp_path, opened)}", "gconfig.max_new_tokens=100")

@@ -108,6 +108,7 @@ def test_a_tolerance_for_measured_numbers_is_asked_about(tmp_path: Path) -> None
     assert "Is this tolerance meant?" in doubt.line
 
 
+@pytest.mark.slow
 def test_a_reward_for_nothing_but_the_whole_worked_solution_is_found(tmp_path: Path) -> None:
     row = "{'prompt': f'{n} and {n}?', 'solutions': f'We add {n} and {n}, which is twice {n}.\\n#### {2 * n}'}"
     assert "reward-final" in red(found_with(tmp_path, "    return float(right in text)\n", row))
@@ -115,12 +116,14 @@ def test_a_reward_for_nothing_but_the_whole_worked_solution_is_found(tmp_path: P
     assert not red(found_with(tmp_path, body, row))
 
 
+@pytest.mark.slow
 def test_a_reward_that_reads_only_the_start_of_a_text_is_found(tmp_path: Path) -> None:
     found = found_with(tmp_path, LAST.replace("text", "text[:60]"), NUMBERS)
     assert red(found) == {"reward-length"}
     assert "is a part of the text cut off?" in next(each.line for each in found if each.name == "reward-length")
 
 
+@pytest.mark.slow
 def test_prompts_in_which_a_word_tells_the_answer_are_found(tmp_path: Path) -> None:
     row = NUMBERS.replace("minus 470?", "minus 470? (answer: {n - 470}) Give the number {n % 7}.")
     found = found_with(tmp_path, LAST, row)
