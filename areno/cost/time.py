@@ -3,7 +3,7 @@
 The estimate adds the parts of a phase: matrix products at a share of the measured rate of large products, keys and
 values at a share of the copy rate, element-wise work and logits in bytes, the time in which the host launches kernels,
 and the time in which the host works on rows while the device waits. The constants are fitted to measurements of models
-with 25M to 32B parameters on an H100 and an H200. Imports no torch.
+with 25M to 35B parameters on an H100 and an H200. Imports no torch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ _LARGE_PRODUCTS = 0.82  # share of the rate of large products that the products 
 _PRODUCTS = 0.83  # the same for a decode step, of the longer of reading the weights and computing
 _FP8 = 1.7  # rate of products on FP8 units, with the rounding of their inputs, in rates of large products
 _FP8_LAYER_S = 40e-6  # additional time of a layer in a decode step, to round the inputs of its products
-_EXPERTS = 0.47  # the same for the grouped products of experts
+_EXPERTS = 0.55  # the same for the grouped products of experts
+_EXPERT_ADAPTERS = 0.62  # share of the copy rate that products of adapters on experts reach
 _ATTENTION, _ATTENTION_MOST = 0.25, 0.5  # the same for attention: in rows of 512 tokens, and in the longest rows
 _KV = {False: 0.76, True: 0.56}  # share of the copy rate at which decode attention reads keys and values; in FP8
 _TRAIN_BYTES, _FORWARD_BYTES = 276, 57  # bytes of element-wise work per token, layer and element of the residual stream
@@ -50,7 +51,12 @@ _LOGIT_BYTES = 12  # bytes per row and token of the vocabulary, to sample from l
 _ADAPTER_LAYER_S = 25e-6  # additional time of a layer with adapters
 _EXPERT_ADAPTER_LAYER_S = 16e-6  # the same with adapters on experts: four more grouped products, not measured
 _LAYER_S = 36e-6  # time between the kernels of a layer in a decode step, which CUDA graphs launch
-_LAUNCH_S = {True: 3e-3, False: 1e-3}  # time in which the host launches a layer's kernels: training, scoring
+_KERNEL_S = {
+    True: 40e-6,
+    False: 40e-6 / 3,
+}  # time in which the host launches a kernel; scoring launches a third of them
+# Kernels of a layer in training, and more of them with experts, adapters on experts, a shared expert, recurrent states.
+_KERNELS, _OF_EXPERTS, _OF_EXPERT_ADAPTERS, _OF_SHARED, _OF_STATES = 75, 100, 20, 50, 50
 _SEARCH_S = 14e-6  # time in which the host looks for the shared prefix of a row, and lays the row out
 _BETWEEN_S = 0.004  # time between two micro-batches in which the device waits
 _SUM_S, _SUMS = 9e-6, {True: 9, False: 4}  # a tensor-parallel sum in decoding; exchanges of a layer: training, scoring
@@ -104,7 +110,7 @@ def device_seconds(config: TransformerConfig, cost: TokenCost, work: PassWork, r
     if frozen and work.trains:
         n_bytes += float(n) * layers * size * _ADAPTER_BYTES
     if cost.experts is not None and cost.expert_adapter_params:
-        n_bytes += (3 if work.trains else 1) * float(n) * _expert_adapter_bytes(config, cost)
+        n_bytes += (3 if work.trains else 1) * float(n) * _expert_adapter_bytes(config, cost) / _EXPERT_ADAPTERS
     if config.delta is not None:
         share = 1 if work.trains else 1 / 3
         n_bytes += share * _DELTA_BYTES * float(n) * len(config.delta.layers) * config.delta.inner_size
@@ -135,10 +141,25 @@ def _fp8_flops(config: TransformerConfig, cost: TokenCost, work: PassWork) -> fl
 
 def pass_seconds(config: TransformerConfig, cost: TokenCost, work: PassWork, rates: Rates) -> float:
     n_micro_batches = -(-work.n_tokens // work.budget)
-    launched = n_micro_batches * config.num_layers * _LAUNCH_S[work.trains]
+    launched = n_micro_batches * launch_seconds(config, cost, trains=work.trains)
     exchanged = _SUMS[work.trains] * 2.0 * work.n_tokens * config.hidden_size * (1 - 1 / work.tp_size)
     seconds = device_seconds(config, cost, work, rates) + config.num_layers * exchanged / rates.link_bytes_s
     return max(seconds, launched) + n_micro_batches * _BETWEEN_S
+
+
+def launch_seconds(config: TransformerConfig, cost: TokenCost, *, trains: bool) -> float:
+    """Estimate how long the host launches the kernels of a micro-batch, whatever its number of tokens."""
+    n_kernels, experts, delta = _KERNELS * config.num_layers, config.experts, config.delta
+    if experts is not None:
+        more = (
+            _OF_EXPERTS
+            + _OF_EXPERT_ADAPTERS * bool(cost.expert_adapter_params)
+            + _OF_SHARED * bool(experts.shared_size)
+        )
+        n_kernels += more * len(experts.layers(config.num_layers))
+    if delta is not None:
+        n_kernels += _OF_STATES * len(delta.layers)
+    return n_kernels * _KERNEL_S[trains]
 
 
 def host_seconds(n_rows: int, n_numbers: float) -> float:
@@ -158,7 +179,7 @@ def host_time_in_tokens(config: TransformerConfig, cost: TokenCost, *, trains: b
     passes have fewer tokens than the first number on average, the device waits for the host.
     """
     token_s = device_seconds(config, cost, PassWork(row_lens=(1024,), n_predicted=0, trains=trains), H100) / 1024
-    return round(config.num_layers * _LAUNCH_S[trains] / token_s), _SEARCH_S / token_s
+    return round(launch_seconds(config, cost, trains=trains) / token_s), _SEARCH_S / token_s
 
 
 def n_saved_outputs(config: TransformerConfig) -> tuple[float, float]:

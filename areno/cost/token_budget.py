@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from areno.cost.flops import TokenCost
 from areno.cost.footprint import RESERVE, Footprint, ModelFootprint
 from areno.cost.memory import PassBytes, activation_bytes
+from areno.cost.time import launch_seconds
 
 TRAIN, SCORE = "train", "score"
 
@@ -25,7 +26,6 @@ _LARGER_IF_SHARED = 2  # so many times as large may a micro-batch be if its rows
 # Fitted to training steps of models with 31M to 4B parameters on an H100.
 _FLOPS = 400e12  # FLOPs in a second, in large matrix products
 _HALF_TOKENS = 500  # tokens at which products reach half of _FLOPS
-_HOST_S = {TRAIN: 3e-3, SCORE: 1e-3}  # time in which the host launches the kernels of a layer
 _BETWEEN_S = 0.025  # time between two micro-batches in which the device waits
 
 
@@ -55,7 +55,7 @@ class _BudgetedWork:
             n_layers=config.num_layers,
             flops=flops,
             of_recomputed_layer=recomputed,
-            host_s=config.num_layers * _HOST_S[phase],
+            host_s=launch_seconds(config, cost, trains=phase == TRAIN),
         )
 
     def seconds_per_token(self, n_tokens: int, room: int) -> float:

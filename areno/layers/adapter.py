@@ -49,10 +49,12 @@ def draw_adapter(parts_of_a: Sequence[TensorPart], a: Tensor, b: Tensor, generat
 
     The full tensors are drawn on the CPU, so the values do not depend on the number of ranks or the device.
     """
+    drawn = torch.zeros(a.shape)  # of all parts, as experts have thousands, each too small for a copy of its own
     for part in parts_of_a:
         bound = 1.0 / math.sqrt(part.full_shape[1])
         full = torch.empty(part.full_shape).uniform_(-bound, bound, generator=generator)
-        part.region(a).copy_(part.shard_of(full))
+        part.region(drawn).copy_(part.shard_of(full))
+    a.detach().copy_(drawn)
     b.detach().zero_()
 
 
