@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import numpy as np
 import pytest
 
 from areno.checks.inputs.findings import Finding
-from areno.checks.steps import algorithm, groups, two_steps
+from areno.checks.steps import algorithm, groups, two_steps, updates
+from areno.engine.train import optimizer
+from areno.run.progress import RunProgress
 from areno.trainers import rollout, turn_credit
 from tests.helpers.checked import found_by
 
@@ -17,6 +20,7 @@ pytestmark = pytest.mark.slow
 
 DYNAMIC = ("grpo", "--config-name=quickstart", "gconfig.temperature=1.5", "rollout.dynamic_sampling=true")
 ADVANTAGES = [check for check in algorithm.CHECKS if check.__name__ == "advantages"]
+right_rate = optimizer.learning_rate
 choose, right_turns, right_gae = rollout.choose_groups_with_signal, turn_credit.turn_advantages, turn_credit.turn_gae
 
 
@@ -27,7 +31,7 @@ def without_probes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reds(found: list[Finding]) -> dict[str, str]:
-    return {each.name: each.line for each in found if each.verdict == "red"}
+    return {each.name: each.line for each in reversed(found) if each.verdict == "red"}
 
 
 def all_kept(samples: Any, size: int) -> Any:
@@ -106,3 +110,27 @@ def test_wrong_credit_of_turns_is_found(
     for name, function in wrong.items():
         monkeypatch.setattr(turn_credit, name, function)
     assert said in reds(found_by(ADVANTAGES, *command))["advantages"]
+
+
+def test_seeds_that_are_used_twice_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    differ = [check for check in algorithm.CHECKS if check.__name__ == "samples_differ"]
+    assert not reds(found_by(differ, *DYNAMIC[:3]))
+    monkeypatch.setattr(RunProgress, "seed_of", lambda self, step: self.config.seed)
+    assert "of steps 1 and 2 are sampled with the same" in reds(found_by(differ, *DYNAMIC[:3]))["samples-differ"]
+
+
+def without_warmup(config: Any, step: int) -> float:
+    return right_rate(replace(config, warmup_steps_proportion=0.0), step)
+
+
+def to_zero(config: Any, step: int) -> float:
+    return right_rate(replace(config, min_lr_ratio=0.0), step)
+
+
+@pytest.mark.parametrize(("wrong", "update"), [(without_warmup, "update 1"), (to_zero, "update 12")])
+def test_another_schedule_is_found(wrong: Any, update: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"lr_scheduler_type": "cosine", "warmup_steps_proportion": 0.1, "min_lr_ratio": 0.1}
+    command = *DYNAMIC[:3], *(f"actor.optimizer.{name}={value}" for name, value in settings.items())
+    assert not reds(found_by(updates.CHECKS[:1], *command))
+    monkeypatch.setattr(optimizer, "learning_rate", wrong)
+    assert f"{update} would have" in reds(found_by(updates.CHECKS[:1], *command))["learning-rate"]

@@ -27,7 +27,7 @@ from areno.checks.steps.step_formula import (
     mask_of,
 )
 from areno.checks.steps.two_steps import TwoSteps, of_two_steps
-from areno.checks.steps.watched_run import Update
+from areno.checks.steps.watched_run import Update, WatchedRun
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.config.ratio import RatioConfig
 from areno.types import TrainSequence
@@ -219,6 +219,9 @@ def _largest(rows: Sequence[Row]) -> float:
 def samples_differ(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
     """Whether the samples of a prompt are drawn one by one: equal ones of a small probability are copies."""
     run, n_groups = found.run, 0
+    if fault := _repeated_seeds(run):
+        yield red("samples-differ", fault)
+        return
     if run.config.gconfig.is_greedy if isinstance(run.config, PolicyExperimentConfig) else True:
         return
     for step, samples in run.samples.items():
@@ -236,6 +239,20 @@ def samples_differ(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
                 return
     if n_groups:
         yield green("samples-differ", "the samples of a prompt are drawn one by one")
+
+
+def _repeated_seeds(run: WatchedRun) -> str:
+    """Say which prompts are sampled with the random numbers of others, or ""."""
+    config = run.config
+    if not isinstance(config, PolicyExperimentConfig) or config.prompts_ahead or config.replaces_in_flight:
+        return ""  # requests that wait for a later step keep their seeds
+    known = dict[int, int]()
+    for step, seeds in run.seeds.items():
+        for seed in seeds:
+            if seed in known:
+                return f"prompts of steps {known[seed]} and {step} are sampled with the same random numbers"
+            known[seed] = step
+    return ""
 
 
 def equal_rewards(subject: Subject, found: TwoSteps) -> Iterator[Finding]:

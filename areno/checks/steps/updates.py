@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from areno.checks.steps.gradient import norm_of
 from areno.checks.steps.step_formula import relative_difference
 from areno.checks.steps.two_steps import TwoSteps, of_two_steps
 from areno.checks.steps.watched_run import Tensors, WatchedRun
+from areno.engine.train import optimizer as train_optimizer
 from areno.plan.folders import load_tokenizer
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ _OF_8_BITS = 0.15  # from the second update on, as the moments of the first are 
 _OF_DECAY = 0.1  # relative error of a measured weight decay
 _NO_DECAY = 1e-4  # of the weights, as a share of the learning rate
 _MEASURED = ("adam", "sgd", "muon", "adam_8bit")  # whose first update has no rounding but that of fp32
+_MOST_RATES = 100_000
 _TEXT = "The 3 numbers: 17 + 25 = 42!\n"
 
 
@@ -39,6 +42,8 @@ def learning_rates(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
             wrong.append(red("learning-rate", f"{role}.optimizer.lr is 0, so no weight changes"))
         elif length is not None:
             rates = [learning_rate(own, step, length) for step in range(steps or length)]
+            if fault := _other_schedule(replace(own, lr_decay_steps=length), rates):
+                wrong.append(red("learning-rate", f"of the schedule of the {role}, {fault}"))
             if zeros := [number for number, rate in enumerate(rates, 1) if rate <= 0]:
                 text = f"by its schedule, the learning rate of the {role} is 0 in {len(zeros)} of {len(rates)} updates"
                 wrong.append(red("learning-rate", f"{text}, first in update {zeros[0]}: see {role}.optimizer"))
@@ -51,6 +56,14 @@ def learning_rates(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
             text = f"update {update.step} of the {update.role} has the learning rate {seen[-1]:g}, expected {wanted:g}"
             wrong.append(red("learning-rate", text))
     yield from wrong or [green("learning-rate", "learning rates are those of the schedule, and none is 0")]
+
+
+def _other_schedule(own: Any, rates: Sequence[float]) -> str:
+    """Say which update of the user's run would have another learning rate than its schedule says, or ""."""
+    for number, wanted in enumerate(rates[:_MOST_RATES]):
+        if abs((given := train_optimizer.learning_rate(own, number)) - wanted) > 1e-6 * own.lr:
+            return f"update {number + 1} would have the learning rate {given:.4g}, and not {wanted:.4g}"
+    return ""
 
 
 def optimizer_updates(subject: Subject, found: TwoSteps) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,7 +30,7 @@ from areno.loss_fns.data_pack import DataPack
 from areno.specs.update import UpdateSpec
 from areno.tracking.tracker import Tracker
 from areno.trainers.kto import KTOTrainer
-from areno.types import ScoredSample, TrainSequence
+from areno.types import GenerationRequest, ScoredSample, TrainSequence
 
 Tensors = dict[str, Tensor]
 
@@ -99,6 +99,7 @@ class WatchedRun:
     updates: list[Update] = field(default_factory=list)
     samples: dict[int, list[ScoredSample]] = field(default_factory=dict)  # by step
     episodes: Episodes = field(default_factory=Episodes)  # of agents
+    seeds: dict[int, list[int]] = field(default_factory=dict)  # of the requests of each step, without agents
     points: list[tuple[Any, ...]] = field(default_factory=list)  # of KTO: what each reference point was made of
 
     def of(self, role: str = "actor") -> list[Update]:
@@ -321,6 +322,22 @@ def _loss_rows(number: int, pack: DataPack, outputs: Tensor, slopes: Tensor | No
         yield LossRow(number, tokens[own], trained[own], values[own], derivatives[own], before)
 
 
+@contextmanager
+def _recorded_seeds(found: WatchedRun) -> Iterator[Episodes]:
+    engine, submit = found.engine, found.engine.submit
+
+    def watched(requests: Iterable[GenerationRequest]) -> None:
+        requests = list(requests)
+        found.seeds.setdefault(found.loop.run.step, []).extend(request.seed for request in requests)
+        submit(requests)
+
+    engine.submit = watched
+    try:
+        yield found.episodes
+    finally:
+        del engine.submit
+
+
 def _watch_points(loop: KTOTrainer, kept: list[tuple[Any, ...]]) -> None:
     right = loop.reference_point
 
@@ -350,6 +367,8 @@ def watched_run(
         watched: Any = nullcontext(found.episodes)
         if isinstance(config, PolicyExperimentConfig) and config.agent.fn is not None:
             watched = recorded_episodes(loop.setup, lambda: loop.run.step)
+        elif isinstance(config, PolicyExperimentConfig):
+            watched = _recorded_seeds(found)
         if isinstance(loop, KTOTrainer):
             _watch_points(loop, found.points)
         with found.watching(), watched as found.episodes:
