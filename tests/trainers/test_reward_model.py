@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -173,16 +173,25 @@ def test_training_is_that_of_trl(tmp_path, more):
     same_training(theirs, own, loss_fn, rows_per_unit=2, folder=folder, head="value")
 
 
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory):
+    """seed -> (the last accuracy, the folder) of that run of the quickstart, which is made once."""
+
+    @cache
+    def of(seed):
+        words = [f"seed={seed}", f"cluster.fileroot={tmp_path_factory.mktemp('quickstart')}"]
+        with areno.RewardModelTrainer(load(RewardModelConfig, "quickstart_rw", words)) as trainer:
+            return trainer.fit(), trainer.run.folder
+
+    return of
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_the_reward_model_of_the_quickstart_trains_a_policy(tmp_path):
+def test_the_reward_model_of_the_quickstart_trains_a_policy(quickstart, tmp_path):
     """By PPO. How far depends on the rounding of the processor: 0.87 to 0.95 of the problems, at first 0.09."""
-    with areno.RewardModelTrainer(
-        load(RewardModelConfig, "quickstart_rw", [f"cluster.fileroot={tmp_path}"])
-    ) as trainer:
-        trainer.fit()
-        latest = trainer.run.folder / "checkpoints" / "latest"
-    words = [f"reward.path={latest}", f"cluster.fileroot={tmp_path}"]
+    _, folder = quickstart(1)
+    words = [f"reward.path={folder}/checkpoints/latest", f"cluster.fileroot={tmp_path}"]
     with areno.PPOTrainer(load(PPOConfig, "quickstart_rlhf", words)) as trainer:
         trainer.fit()
         told = scalars(trainer.run.folder)
@@ -191,15 +200,15 @@ def test_the_reward_model_of_the_quickstart_trains_a_policy(tmp_path):
 
 
 @pytest.mark.slow
-def test_quickstart_learns_to_rank(tmp_path):
+@pytest.mark.timeout(1200)  # beside the test before, for its run
+def test_quickstart_learns_to_rank(quickstart):
     """The median accuracy of three seeds is 1. Of one seed, it depends on the rounding of the processor."""
     found = []
     while found.count(1.0) < 2:
         assert len(found) < 3, found
-        config = load(RewardModelConfig, "quickstart_rw", [f"seed={len(found) + 1}", f"cluster.fileroot={tmp_path}"])
-        with areno.RewardModelTrainer(config) as trainer:
-            found.append(trainer.fit())
-            told = scalars(trainer.run.folder)
+        accuracy, folder = quickstart(len(found) + 1)
+        found.append(accuracy)
+        told = scalars(folder)
         assert told["eval/accuracy"][0] == 0.5  # the head starts at 0, so every comparison is a tie
     assert told["eval/margin"][-1] > 1
     assert told["eval/calibration_error"][-1] < 0.2
