@@ -115,7 +115,7 @@ def test_an_agent_out_of_time_is_a_timeout_and_others_are_done(session: RolloutS
 
 @pytest.mark.slow
 def test_an_agent_that_holds_the_loop_is_found_and_the_others_run_again(session: RolloutSession) -> None:
-    outcomes = run(session, "ok", "block for ever", "ok too")
+    outcomes = run(session, "ok", "block for ever", "ok too", timeout_s=20.0)
     assert [outcome.status for outcome in outcomes] == ["ok", "timeout", "ok"]
     assert "blocked the event loop" in outcomes[1].message
     assert "faulty.py" in outcomes[1].message

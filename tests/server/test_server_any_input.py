@@ -237,7 +237,7 @@ EVERY = settings(
 
 
 @pytest.mark.slow
-@settings(EVERY, max_examples=5000)
+@settings(EVERY, max_examples=2500)
 @given(bodies())
 def test_any_body(asked: Asked, sent: Any) -> None:
     asked.send("POST", *sent)
