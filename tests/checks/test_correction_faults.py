@@ -8,6 +8,7 @@ import pytest
 
 from areno.checks.inputs.findings import Finding
 from areno.checks.steps import corrections, gradient, two_steps
+from areno.loss_fns import token_selection
 from areno.loss_fns.teacher_signals import RLSD, SDAR
 from areno.trainers import off_policy_correction
 from tests.helpers.checked import failed, found_by, red
@@ -80,6 +81,27 @@ def test_weights_that_are_lost_are_found(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(off_policy_correction, "set_trained", lambda *given: None)
     [found] = corrected(*DECOUPLED)
     assert "in step 1 are not those of the formula" in found.line
+
+
+right_covariances = token_selection._covariances
+
+
+def with_wrong_sign(logprobs_T: Any, advantages_T: Any) -> Any:
+    return -right_covariances(logprobs_T, advantages_T)
+
+
+def test_other_tokens_of_a_selection_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(two_steps, "make_probes", lambda *given: None)
+    selected = ("actor.token_selection=kl_cov", "actor.kl_cov.share=0.2")
+    assert [each.verdict for each in corrected(*selected)] == ["green"]
+    monkeypatch.setattr(token_selection, "_covariances", with_wrong_sign)
+    [found] = corrected(*selected)
+    assert "others than the formula" in found.line
+    entropy = ("actor.token_selection=top_entropy", "actor.use_decoupled_loss=true")
+    assert [each.verdict for each in corrected(*entropy)] == ["green", "green"]
+    choose = token_selection.TopEntropy.choose
+    monkeypatch.setattr(token_selection.TopEntropy, "choose", lambda *given: ~choose(*given))
+    assert "others than the formula" in corrected(*entropy)[1].line
 
 
 right_losses = SDAR.losses

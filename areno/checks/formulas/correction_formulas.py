@@ -10,6 +10,8 @@ import numpy as np
 
 Rows = Sequence[np.ndarray]
 
+_EDGE = 1e-4  # of an entropy or a covariance: nearer to a threshold, rounding decides
+
 
 def corrected(prox: Rows, rollout: Rows, settings: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Return (weight, whether it is trained) of each token, by rejection_sampling (None: neither bounds nor masks).
@@ -69,3 +71,24 @@ def m2_kept(prox: Rows, rollout: Rows, advantages: Rows, threshold: float) -> li
     kept = np.ones(len(log_r), bool)
     kept[[at for at in further if at not in set(left)]] = False
     return np.split(kept, np.cumsum([len(row) for row in prox])[:-1])
+
+
+def chosen_tokens(
+    name: str, settings: Any, logprobs: np.ndarray, advantages: np.ndarray, entropies: np.ndarray
+) -> tuple[np.ndarray, range]:
+    """Return which tokens of a batch may be treated apart by actor.token_selection, and how many of them may be.
+
+    Tokens of the highest entropy (2506.01939 eq. 5), or by the covariance of log p and A (2505.22617 eq. 10 to 13).
+    """
+    n = len(logprobs)
+    if name == "top_entropy":
+        least = np.quantile(entropies, 1 - settings.share)
+        surely, perhaps = (int((entropies >= least + edge).sum()) for edge in (_EDGE, -_EDGE))
+        return entropies >= least - _EDGE, range(surely, perhaps + 1)
+    covariance = (logprobs - logprobs.mean()) * (advantages - advantages.mean())
+    n_chosen = max(1, int(settings.share * n))
+    if name == "kl_cov":
+        return covariance >= np.sort(covariance)[-n_chosen] - _EDGE, range(n_chosen, n_chosen + 1)
+    candidates = (covariance > settings.low - _EDGE) & (covariance < settings.high + _EDGE)
+    surely = int(((covariance > settings.low + _EDGE) & (covariance < settings.high - _EDGE)).sum())
+    return candidates, range(min(n_chosen, surely), min(n_chosen, int(candidates.sum())) + 1)

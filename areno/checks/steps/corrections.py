@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from areno.checks.formulas.correction_formulas import corrected, m2_kept
+from areno.checks.formulas.correction_formulas import chosen_tokens, corrected, m2_kept
 from areno.checks.inputs.findings import Finding, green, red
 from areno.checks.steps.model_numbers import largest_distance, sampling_temperature
 from areno.checks.steps.policy_rows import sampled_steps
 from areno.checks.steps.step_formula import field_of, mask_of
 from areno.checks.steps.two_steps import TwoSteps, of_two_steps
+from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.config.ratio import RatioConfig
 from areno.trainers import off_policy_correction
 from areno.types import TrainSequence
@@ -29,6 +30,8 @@ _COPIES = 8
 _STEP_ERROR = 1e-3  # of weights near 1, which hold rounding of two passes
 _ERROR = 1e-6
 
+_SELECTIONS = ("top_entropy", "clip_cov", "kl_cov")
+
 Arrays = list[np.ndarray]
 
 
@@ -37,7 +40,7 @@ def correction_weights(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
     actor, name = found.run.config.actor, "correction-weights"
     if not isinstance(actor, RatioConfig) or not actor.needs_proximal_logprobs:
         return
-    for step in sampled_steps(found.run):
+    for step in sampled_steps(found.run) if actor.chosen_token_selection is None else ():
         model, weights = found.run.models["actor"], {key: x.double() for key, x in step.update.before.items()}
         prox = []
         for row in step.rows:
@@ -58,6 +61,42 @@ def correction_weights(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
     else:
         text = "the weights of the correction are those of the formula, also away from the policy that sampled"
         yield green(name, f"{text}, where {n_masked} of {n_tokens} tokens are masked or have the weight 0")
+
+
+def token_selection(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
+    """Whether the tokens that actor.token_selection treats apart are those of its formula."""
+    actor, name = found.run.config.actor, "token-selection"
+    selection = actor.chosen_token_selection if isinstance(found.run.config, PolicyExperimentConfig) else None
+    if selection is None or actor.token_selection not in _SELECTIONS:
+        return
+    temperature, counts = sampling_temperature(found.run.config), list[str]()
+    for step in sampled_steps(found.run):
+        model, weights = found.run.models["actor"], {key: x.double() for key, x in step.update.before.items()}
+        entropies = []
+        for row in step.rows:
+            with torch.no_grad():
+                log_p = model.log_distributions(weights, np.asarray(row.tokens).tolist(), temperature)[mask_of(row)[1:]]
+            entropies.append(-(log_p.exp() * log_p).sum(-1).numpy())
+        field = "kl_weights" if selection.effect == "kl" else "weights"
+        joined = [
+            np.concatenate([field_of(row, each).numpy() for row in step.rows]) for each in ("logprobs", "advantages")
+        ]
+        may, sizes = chosen_tokens(actor.token_selection, selection, joined[0], joined[1], np.concatenate(entropies))
+        given = [
+            np.ones(int(mask_of(row).sum())) if vars(row)[field] is None else field_of(row, field).numpy()
+            for row in step.rows
+        ]
+        apart = np.concatenate(given) == 0 if selection.effect == "drop" else np.concatenate(given) != 0
+        counts.append(f"{int(apart.sum())} of {len(apart)}")
+        if (apart & ~may).any() or int(apart.sum()) not in sizes:
+            text = (
+                f"in step {step.update.step}, actor.token_selection={actor.token_selection} chooses {counts[-1]} tokens"
+            )
+            others = f", {int((apart & ~may).sum())} of them others than the formula" * bool((apart & ~may).any())
+            yield red(name, f"{text}, and {sizes.stop - 1} by the formula{others}")
+            return
+    if counts:
+        yield green(name, f"actor.token_selection chooses the tokens of its formula, {' and '.join(counts)}")
 
 
 def _wanted(prox: Arrays, behave: Arrays, rows: Sequence[TrainSequence], actor: RatioConfig) -> tuple[Arrays, Arrays]:
@@ -123,4 +162,4 @@ def _why(found: Arrays, behave: Arrays, prox: Arrays, masks: Arrays, actor: Rati
     return ""
 
 
-CHECKS = [of_two_steps(correction_weights)]
+CHECKS = [of_two_steps(check) for check in (correction_weights, token_selection)]
