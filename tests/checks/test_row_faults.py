@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from areno.checks.data import row_order, turns
 from areno.checks.data.belonging import _blocks, _match
+from tests.helpers import checked
 from tests.helpers.checked import data_file, findings, red
-from tests.helpers.checked_rows import PAIRS, TALKS, chat_model, dpo, sft
+from tests.helpers.checked_rows import PAIRS, TALKS, chat_model, dpo, sentences, sft
 
 ANSWERED = [
     {"prompt": f"What is {n} plus {n}?", "response": f"It is {2 * n}.\n\nI am sure of it."} for n in range(100, 140)
@@ -231,3 +233,41 @@ def test_solutions_that_some_rows_lack_are_found(tmp_path: Path) -> None:
     found = findings("gspo prompts", *settings, "valid_dataset=null")
     assert red(found) == {"filled-texts"}
     assert "10 of 40 solutions are empty" in line_of(found, "filled-texts")
+
+
+SYSTEM = {"role": "system", "content": "You are a careful helper."}
+TURNS = [
+    [
+        {"role": "user", "content": f"{n}: {sentences(n)}"},
+        {"role": "assistant", "content": sentences(n + 500)},
+        {"role": "user", "content": f"And {n}?"},
+        {"role": "assistant", "content": sentences(n + 900)},
+    ]
+    for n in range(60)
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (lambda talk, n: [SYSTEM, *talk], ""),
+        (lambda talk, n: [SYSTEM, *talk] if n % 2 else talk, ""),  # two kinds of rows
+        (lambda talk, n: [SYSTEM, *talk] if n % 9 else talk, "in 7 of 60 rows, the system message is missing"),
+        (lambda talk, n: [*talk[:3], SYSTEM, talk[3]], "in 60 of 60 rows, a system message is after"),
+        (lambda talk, n: [talk[0], *talk] if n % 6 == 0 else talk, "two messages of a user follow each other"),
+    ],
+)
+def test_messages_in_another_order_are_found(change, line, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(checked, "CHECKS", {"data": [turns.turn_order]})
+    [found] = sft(tmp_path, rows=[{"messages": change(talk, n)} for n, talk in enumerate(TURNS)])
+    assert found.verdict == ("red" if line else "green"), found
+    assert line in found.line
+
+
+@pytest.mark.parametrize(("key", "line"), [(lambda row: len(row["response"]), "sorted by the length"), (None, "")])
+def test_rows_that_are_sorted_and_not_shuffled_are_found(key, line, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(checked, "CHECKS", {"data": [row_order.rows_of_a_step]})
+    rows = [{"prompt": f"Tell me about {n}.", "response": sentences(n)} for n in range(200)]
+    found = sft(tmp_path, "train_dataset.shuffle=false", rows=sorted(rows, key=key) if key else rows)
+    assert [each.verdict for each in found] == (["red"] if line else [])
+    assert all(line in each.line for each in found)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from areno.checks.inputs.findings import Finding, green, red
+from areno.checks.inputs.known_answers import number_of
 from areno.checks.inputs.subject import Dataset, Subject
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.data.loader import BatchLoader
@@ -19,6 +20,7 @@ from areno.run.progress import RunProgress
 _MOST_ROWS, _EPOCHS = 4096, 2
 _MOST_NEIGHBOURS = 0.25  # of rows that follow each other also in the file
 _FEW_VALUES, _MOST_ALIKE = 20, 0.5
+_SORTED = 0.95  # correlation of the places in the file and in the order of a number
 _NOT_LIMITED = {"total_train_steps": None, "total_train_n_seqs": None, "total_train_epochs": _EPOCHS}
 
 Batches = list[list[int]]
@@ -176,6 +178,10 @@ def rows_of_a_step(subject: Subject) -> Iterator[Finding]:
         rows, size = [row for row in subject.rows_of(dataset) if row.item is not None], dataset.loader.batch_size
         if dataset.section.shuffle or len(rows) < dataset.loader.n_rows / 2 or size < 4:
             continue
+        if (by := _sorted_by(rows)) is not None and len(rows) >= 4 * size:
+            text = f"{dataset.key}: shuffle=false, and the rows are sorted by {by}: each step has rows that are alike"
+            yield red("rows-of-a-step", text)
+            continue
         kinds = [_kind(row) for row in rows]
         batches = [kinds[at : at + size] for at in range(0, len(kinds) - size + 1, size)]
         if not batches or not 2 <= len(set(kinds)) <= _FEW_VALUES:
@@ -185,6 +191,20 @@ def rows_of_a_step(subject: Subject) -> Iterator[Finding]:
         text = f"{dataset.key}: shuffle=false, and in {alike} of {len(batches)} steps all rows have one label or answer"
         is_sorted = alike > max(_MOST_ALIKE, 2 * most**size) * len(batches)
         yield (red if is_sorted else green)("rows-of-a-step", text)
+
+
+def _sorted_by(rows: Sequence[Any]) -> str | None:
+    """Return by which number rows are sorted, nearly or wholly."""
+    numbers: dict[str, list[float]] = {"the length of their texts": [len(str(row.given)) for row in rows]}
+    answers = [number_of(_kind(row)) for row in rows]
+    if None not in answers:
+        numbers["their answers"] = [value for value in answers if value is not None]
+    for name, values in numbers.items():
+        if len(set(values)) > _FEW_VALUES:
+            ranks = np.argsort(np.argsort(values, kind="stable"), kind="stable")
+            if abs(np.corrcoef(ranks, np.arange(len(rows)))[0, 1]) > _SORTED:
+                return name
+    return None
 
 
 def _kind(row: Any) -> str:

@@ -26,7 +26,12 @@ _WRONG = {
     "again": "a message of the assistant follows directly on a message of the assistant",
     "swapped": "the assistant begins the conversation and the user ends it: the roles seem to be swapped",
     "asked": "no message of a user is before the first answer",
+    "system": "a system message is after the messages of users or the assistant, and not at the beginning",
+    "twice": "two messages of a user follow each other, and in the others they do not",
+    "missing": "the system message is missing that all others begin with",
 }
+_COMMON = 0.75  # of the conversations begin with one system message
+_ALL = 0.95
 
 
 def turn_order(subject: Subject) -> Iterator[Finding]:
@@ -39,7 +44,11 @@ def turn_order(subject: Subject) -> Iterator[Finding]:
             for name, message in _faults(talk, trained):
                 faults.setdefault(name, {}).setdefault(index, f"row {index}: {_short(message)}")
         least = max(_LEAST, _MOST * len(rows))
-        wrong = [name for name in _WRONG if len(faults.get(name, ())) > least]
+        if (missing := _without_system([(index, talk) for index, talk, _ in talks])) is not None:
+            faults["missing"] = missing
+        if len(faults.get("twice", ())) > _ALL * len(rows):
+            faults.pop("twice")  # it is meant
+        wrong = [name for name in _WRONG if len(faults.get(name, ())) > (_LEAST if name == "missing" else least)]
         for name in wrong:
             text = f"{dataset.key}: in {len(faults[name])} of {len(rows)} rows, {_WRONG[name]}"
             yield red("turn-order", text, list(faults[name].values())[:_EXAMPLES])
@@ -131,6 +140,10 @@ def _faults(talk: Sequence[Mapping[str, Any]], trained: Sequence[Any]) -> Iterat
         yield "swapped", text_of(next(message for message in talk if message.get("role") == "assistant"))
     before: Mapping[str, Any] = {}
     for message in talk:
+        if message.get("role") == "system" and before.get("role") in ("user", "assistant"):
+            yield "system", text_of(message)
+        if message.get("role") == "user" and before.get("role") == "user":
+            yield "twice", f"{text_of(before)[: _SHOWN // 2]} | {text_of(message)}"
         if message.get("role") == "assistant":
             said = text_of(message)
             if message in trained and (any(mark in said for mark in _RESULTS) or _is_result(before, said)):
@@ -140,6 +153,17 @@ def _faults(talk: Sequence[Mapping[str, Any]], trained: Sequence[Any]) -> Iterat
         before = message
     if trained and "user" not in roles and len(roles) > 1:
         yield "asked", text_of(talk[0])
+
+
+def _without_system(talks: Sequence[tuple[int, Sequence[Mapping[str, Any]]]]) -> dict[int, str] | None:
+    """Return row -> its first message, of those without the system message that most others begin with."""
+    firsts = [(index, talk[0]) for index, talk in talks if talk]
+    texts = Counter(text_of(message) for _, message in firsts if message.get("role") == "system")
+    if not texts or texts.most_common(1)[0][1] < _COMMON * len(firsts):
+        return None
+    return {
+        index: f"row {index}: {_short(text_of(message))}" for index, message in firsts if message["role"] != "system"
+    }
 
 
 def _is_result(before: Mapping[str, Any], said: str) -> bool:
