@@ -173,28 +173,34 @@ class Adapter(nn.Module):
 
     # Methods for fused layers, outside autograd.
 
-    def add_input_gradient(self, grad_x_NI: Tensor, grad_NO: Tensor) -> Tensor:
-        """Add the gradient of x through the adapter in place to `grad_x_NI`, the gradient of x through W."""
-        return grad_x_NI.addmm_(self._grad_h(grad_NO), self.a)
+    def inner_gradient(self, grad_NO: Tensor) -> Tensor:
+        """Return the gradient with respect to x A^T, (N, R), from this rank's outputs only."""
+        grad_h_NR = grad_NO.new_empty((len(grad_NO), len(self.a)))
+        for index, (column, row, size) in enumerate(self.slices):
+            grad_h_Nr = grad_h_NR[:, index * self.rank : (index + 1) * self.rank]
+            given = grad_NO[:, column : column + size], self.b[row : row + size]
+            grad_h_Nr.addmm_(*given, beta=0, alpha=self.scaling)
+        return grad_h_NR
 
-    def accumulate_grad(self, grad_NO: Tensor, x_NI: Tensor) -> None:
-        """Add the gradients of A and B to their float32 `.grad`, unless they are frozen or the adapter is off."""
-        if not (self.on and self.a.requires_grad):
+    def add_input_gradient(self, grad_x_NI: Tensor, grad_h_NR: Tensor) -> Tensor:
+        """Add the gradient of x through the adapter in place to `grad_x_NI`, the gradient of x through W."""
+        return grad_x_NI.addmm_(grad_h_NR, self.a)
+
+    def accumulate_grad(self, grad_NO: Tensor, x_NI: Tensor, grad_h_NR: Tensor) -> None:
+        """Add the gradients of A and B to their float32 `.grad`, unless they are frozen."""
+        if not self.a.requires_grad:
             return
         assert self.a.grad is not None
         assert self.b.grad is not None
-        h_NR, grad_h_NR = self.project_a(x_NI), self._grad_h(grad_NO)
-        self.tp.all_reduce(h_NR if self.row_parallel else grad_h_NR)
-        h_NR = h_NR * self.scaling
+        h_NR = self.project_a(x_NI)
+        if self.row_parallel:
+            self.tp.all_reduce(h_NR)
+        elif self.tp.size > 1:  # the sum is in place, and the input's gradient needs this rank's part
+            grad_h_NR = self.tp.all_reduce(grad_h_NR.clone())
         for index, (column, row, size) in enumerate(self.slices):
             h_Nr = h_NR[:, index * self.rank : (index + 1) * self.rank]
-            add_matmul(self.b.grad[row : row + size], grad_NO[:, column : column + size].t(), h_Nr)
+            add_matmul(self.b.grad[row : row + size], grad_NO[:, column : column + size].t(), h_Nr, self.scaling)
         add_matmul(self.a.grad, grad_h_NR.t(), x_NI)
-
-    def _grad_h(self, grad_NO: Tensor) -> Tensor:
-        """Return the gradient with respect to x A^T, (N, R), from this rank's outputs only."""
-        pieces = [grad_NO[:, column : column + size] @ self.b[row : row + size] for column, row, size in self.slices]
-        return torch.cat(pieces, dim=-1) * self.scaling
 
     # Methods outside of training and decoding.
 

@@ -2,7 +2,7 @@
 
 With the argument `split` (sequence parallelism), each rank has n of the N tokens outside of attention and MLP, and the
 layer gathers or scatters them. The layers in `models/fused.py` have backward passes without autograd, which call
-`input_gradient` and `accumulate_grad`.
+`inner_gradient`, `input_gradient` and `accumulate_grad`.
 
 Shape letters: N tokens, n = N / ranks tokens of one rank, I input features, O output features.
 """
@@ -76,7 +76,13 @@ class Linear(nn.Module):
             F.linear(x_NI, self.weight) if self.fixed_order is None else self.fixed_order(x_NI, self.weight, x_NI.dtype)
         )
 
-    def accumulate_grad(self, grad_NO: Tensor, x_NI: Tensor, is_rounded: bool = False) -> None:
+    def inner_gradient(self, grad_NO: Tensor) -> Tensor | None:
+        """Return `Adapter.inner_gradient` for the next two functions, None without an adapter or if it is off."""
+        return self.adapter.inner_gradient(grad_NO) if self.adapter is not None and self.adapter.on else None
+
+    def accumulate_grad(
+        self, grad_NO: Tensor, x_NI: Tensor, grad_h_NR: Tensor | None = None, is_rounded: bool = False
+    ) -> None:
         """Add the gradients of weight, bias and adapter to their float32 `.grad`. Frozen parameters are skipped.
 
         With `is_rounded`, x is rounded as `quantized` does. There must be no adapter then.
@@ -90,14 +96,14 @@ class Linear(nn.Module):
         if self.bias is not None and self.bias.requires_grad:
             assert self.bias.grad is not None
             self.bias.grad.add_(grad_NO.sum(0, dtype=torch.float32))
-        if self.adapter is not None:
-            self.adapter.accumulate_grad(grad_NO, x_NI)
+        if self.adapter is not None and grad_h_NR is not None:
+            self.adapter.accumulate_grad(grad_NO, x_NI, grad_h_NR)
 
-    def input_gradient(self, grad_NO: Tensor) -> Tensor:
+    def input_gradient(self, grad_NO: Tensor, grad_h_NR: Tensor | None) -> Tensor:
         """Return the gradient with respect to x. If column-parallel, only this rank's outputs contribute."""
         grad_NI = grad_NO @ self.weight if self.quantized is None else self.quantized.input_gradient(grad_NO)
-        if self.adapter is not None and self.adapter.on:
-            self.adapter.add_input_gradient(grad_NI, grad_NO)
+        if self.adapter is not None and grad_h_NR is not None:
+            self.adapter.add_input_gradient(grad_NI, grad_h_NR)
         return grad_NI
 
 
@@ -131,14 +137,16 @@ class ColumnParallelLinear(Linear):
         y_NO = self.matmul(x_NI)  # with bias, F.linear rounds once or twice, depending on the number of rows
         return self._add_adapter_output(y_NO if self.bias is None else y_NO.add_(self.bias), x_NI)
 
-    def input_gradient(self, grad_NO: Tensor, split: bool = False) -> Tensor:
+    def input_gradient(self, grad_NO: Tensor, grad_h_NR: Tensor | None, split: bool = False) -> Tensor:
         """Return the gradient with respect to x, summed over the ranks."""
-        return self.sum_input_gradient(self.partial_input_gradient(grad_NO), split)
+        return self.sum_input_gradient(self.partial_input_gradient(grad_NO, grad_h_NR), split)
 
-    def partial_input_gradient(self, grad_NO: Tensor, codes: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    def partial_input_gradient(
+        self, grad_NO: Tensor, grad_h_NR: Tensor | None, codes: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
         """Return this rank's part. `codes`, if any, as in `QuantizedMatrix.input_gradient`; then without adapter."""
         if codes is None or self.quantized is None:
-            return super().input_gradient(grad_NO)
+            return super().input_gradient(grad_NO, grad_h_NR)
         return self.quantized.input_gradient(grad_NO, codes)
 
     def sum_input_gradient(self, grad_NI: Tensor, split: bool = False) -> Tensor:

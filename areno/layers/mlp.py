@@ -112,7 +112,8 @@ class GatedMLP(nn.Module):
 
         def compute(part: slice) -> Tensor:
             gate_up_N2I = next(pieces) if kept else self.gate_up(x_ND[part])
-            grad_act_NI = self.down.input_gradient(grad_ND[part])
+            grad_h_Nr = self.down.inner_gradient(grad_ND[part])
+            grad_act_NI = self.down.input_gradient(grad_ND[part], grad_h_Nr)
             given, codes, quantized = (grad_act_NI, gate_up_N2I, self.gelu), None, self.gate_up.quantized
             takes_codes = self._quantized_down(gate_up_N2I) is not None
             if takes_codes and quantized is not None and quantized.dgrad and not quantized.wgrad:
@@ -120,12 +121,13 @@ class GatedMLP(nn.Module):
             else:
                 grad_gate_up_N2I, act_NI = swiglu_backward(*given)
             del given, gate_up_N2I, grad_act_NI
-            self.down.accumulate_grad(grad_ND[part], act_NI, is_rounded=codes is not None)
+            self.down.accumulate_grad(grad_ND[part], act_NI, grad_h_Nr, is_rounded=codes is not None)
             del act_NI
             if work is not None:
                 wait_for(work)
-            self.gate_up.accumulate_grad(grad_gate_up_N2I, x_ND[part])
-            return self.gate_up.partial_input_gradient(grad_gate_up_N2I, codes)
+            grad_h_Nr = self.gate_up.inner_gradient(grad_gate_up_N2I)
+            self.gate_up.accumulate_grad(grad_gate_up_N2I, x_ND[part], grad_h_Nr)
+            return self.gate_up.partial_input_gradient(grad_gate_up_N2I, grad_h_Nr, codes)
 
         grad_x_ND = self._in_pieces(compute, len(grad_ND))
         return self.gate_up.sum_input_gradient(grad_x_ND, split) if whole else grad_x_ND

@@ -81,12 +81,14 @@ def mix_tokens_backward(
     if isinstance(module, Attention):
         grad_NX = _attention_backward(module, grad_ND, recompute, needed, angles, attend)
     else:
-        module.out.accumulate_grad(grad_ND, needed[0])
-        grad_NX = module.delta_rule_backward(module.out.input_gradient(grad_ND), recompute(), attend)
+        grad_h_NR = module.out.inner_gradient(grad_ND)
+        module.out.accumulate_grad(grad_ND, needed[0], grad_h_NR)
+        grad_NX = module.delta_rule_backward(module.out.input_gradient(grad_ND, grad_h_NR), recompute(), attend)
     if work is not None:
         wait_for(work)
-    product.accumulate_grad(grad_NX, x_ND)
-    return product.input_gradient(grad_NX, split)
+    grad_h_NR = product.inner_gradient(grad_NX)
+    product.accumulate_grad(grad_NX, x_ND, grad_h_NR)
+    return product.input_gradient(grad_NX, grad_h_NR, split)
 
 
 def _attention(attention: Attention, x_ND: Tensor, angles: Angles, attend: Attend, split: bool, whole: bool) -> Forward:
@@ -112,18 +114,18 @@ def _attention_backward(
 ) -> Tensor:
     """Return the gradient with respect to the output of the qkv projection. `recompute()` returns that output."""
     out_NHC, *saved = needed
-    grad_gate_NQ = None
+    grad_gate_NQ, grad_h_NR = None, attention.out.inner_gradient(grad_ND)
     if attention.gated:
         qkv_NX, gate_NQ = attention.split_gate(recompute())
         assert gate_NQ is not None
         sigmoid_NQ, out_NQ = gate_NQ.float().sigmoid(), out_NHC.flatten(-2)
-        attention.out.accumulate_grad(grad_ND, attention.gate(out_NQ, gate_NQ))
-        grad_gated_NQ = attention.out.input_gradient(grad_ND).float()
+        attention.out.accumulate_grad(grad_ND, attention.gate(out_NQ, gate_NQ), grad_h_NR)
+        grad_gated_NQ = attention.out.input_gradient(grad_ND, grad_h_NR).float()
         grad_gate_NQ = (grad_gated_NQ * out_NQ * sigmoid_NQ * (1 - sigmoid_NQ)).to(gate_NQ.dtype)
         grad_out_NHC = (grad_gated_NQ * sigmoid_NQ).to(out_NHC.dtype).view(out_NHC.shape)
     else:
-        attention.out.accumulate_grad(grad_ND, out_NHC.flatten(-2))
-        grad_out_NHC = attention.out.input_gradient(grad_ND).view(out_NHC.shape)
+        attention.out.accumulate_grad(grad_ND, out_NHC.flatten(-2), grad_h_NR)
+        grad_out_NHC = attention.out.input_gradient(grad_ND, grad_h_NR).view(out_NHC.shape)
         qkv_NX = recompute()
     heads = qk_norm_and_rope(attention, qkv_NX, angles)
     grad_q, grad_k, grad_v = attend.backward(attention.as_layer, grad_out_NHC, *heads, out_NHC, saved)

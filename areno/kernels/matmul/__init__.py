@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def add_matmul(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to `out` in place, summed in the precision of `out` on CUDA and of the factors elsewhere."""
+def add_matmul(out: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> None:
+    """Add scale * a @ b to `out` in place, summed in the precision of `out` on CUDA and of the factors elsewhere."""
     if a.dtype == out.dtype:
-        out.addmm_(a, b)
+        out.addmm_(a, b, alpha=scale)
     elif a.is_cuda:
-        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+        torch.addmm(out, a, b, out_dtype=out.dtype, alpha=scale, out=out)
     else:
-        out += torch.mm(a, b)
+        out.add_(torch.mm(a, b), alpha=scale)
 
 
 def float32_matmul(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
