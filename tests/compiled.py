@@ -221,6 +221,7 @@ def launch_alone(dtype: torch.dtype, capability: int) -> None:
                         decode_attention(*qkv, blocks, replace(of_groups, pdl=True, reads_early=reads_early))
     choose_experts(torch.zeros(16, 128), 8, True, torch.zeros(128), 2.5)
     chosen, weights = choose_experts(torch.zeros(16, 32), 4, True)
+    group_by_expert(chosen.repeat(150, 1), 0, 32)
     groups, biases = group_by_expert(chosen, 0, 32), (torch.zeros(32, 128, dtype=dtype), chosen)
     copies, of_glu = some.repeat(4, 1), (groups.ends_E, BiasedClamp(torch.zeros(32, 128, dtype=dtype), 1.7, 7.0))
     combine(copies, groups.copies_Nk, weights, groups.ends_E, *biases)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areno.kernels import experts as ops
-from areno.kernels.experts import reference, triton
+from areno.kernels.experts import reference, triton, triton_routing
 from areno.layers.config import ClampedGLU, DeltaConfig, MoEConfig
 from areno.layers.parallel import ParallelGroup
 from tests.helpers.fused_layers import BARE, SOME, build, compare, run
@@ -48,7 +48,7 @@ def plain() -> Any:
 
 def compare_routing(device: str = "cpu") -> None:
     """Choices, weights and sorted copies: those of torch, also where a rank has only some of the experts."""
-    for n, top_k, n_experts in SIZES:
+    for n, top_k, n_experts in [*SIZES, (400, 3, 40)]:
         logits = random(n, n_experts, device=device)
         for normalised in (True, False):
             chosen, weights = ops.choose_experts(logits, top_k, normalised)
@@ -62,13 +62,15 @@ def compare_routing(device: str = "cpu") -> None:
             assert torch.equal(others, expected[0])
             torch.testing.assert_close(weights, expected[1], atol=1e-6, rtol=1e-5)
         for first, n_local in ((0, n_experts), (n_experts // 2, n_experts - n_experts // 2)):
-            groups = ops.group_by_expert(chosen, first, n_local)
             with mock.patch("areno.kernels.experts.can_use_triton", return_value=False):
                 expected_groups = ops.group_by_expert(chosen, first, n_local)
-            for one, other in zip(groups, expected_groups, strict=True):
-                assert torch.equal(one, other), (n, top_k, n_experts, first)
+            for most in (triton_routing.MAX_COPIES, 0):  # 0: sorted by counting
+                with mock.patch.object(triton_routing, "MAX_COPIES", most):
+                    groups = ops.group_by_expert(chosen, first, n_local)
+                for one, other in zip(groups, expected_groups, strict=True):
+                    assert torch.equal(one, other), (n, top_k, n_experts, first, most)
             counts = torch.bincount(chosen.flatten(), minlength=n_experts)[first : first + n_local]
-            assert torch.equal(groups.ends_E.cpu(), counts.cpu().cumsum(0).int())
+            assert torch.equal(expected_groups.ends_E.cpu(), counts.cpu().cumsum(0).int())
 
 
 def compare_products(device: str = "cpu", dtype: torch.dtype = torch.float32, tolerance: float = 1e-5) -> None:

@@ -42,11 +42,10 @@ of bias and sigmoid are chosen, and weights are sigmoids.
 
 def group_by_expert(chosen_Nk: Tensor, first: int, n_experts: int) -> ExpertGroups:
     """Sort the copies by expert, and those of one expert by token. `first` is the index of this rank's first expert."""
-    if can_use_triton(chosen_Nk):
-        from areno.kernels.experts.triton_routing import MAX_COPIES, sort_by_expert
+    if can_use_triton(chosen_Nk) and chosen_Nk.numel():
+        from areno.kernels.experts.triton_routing import sort_by_expert
 
-        if 0 < chosen_Nk.numel() <= MAX_COPIES:
-            return ExpertGroups(*sort_by_expert(chosen_Nk, first, n_experts))
+        return ExpertGroups(*sort_by_expert(chosen_Nk, first, n_experts))
     top_k = chosen_Nk.shape[1]
     local_M = chosen_Nk.flatten() - first
     local_M = local_M.masked_fill((local_M < 0) | (local_M >= n_experts), n_experts).int()

@@ -1,5 +1,5 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
-"""Routing as two Triton kernels: from router logits to experts, and from experts to copies sorted by expert.
+"""Routing as Triton kernels: from router logits to experts, and from experts to copies sorted by expert.
 
 torch would launch some twenty small kernels in each layer of a decoding step.
 """
@@ -11,10 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from areno.kernels.jit import kernel, program_id_64
+from areno.kernels.jit import kernel, load_masked, program_id_64
 
-MAX_COPIES = 8192  # every expert's program reads all copies, so for more of them torch's sort is faster
+MAX_COPIES = 8192  # up to here one kernel sorts, in which every expert's program reads all copies
 _BLOCK = 1024
+_COUNTED, _EXPERTS, _COMPARED = 512, 32, 16  # of more copies: copies and experts of a program, copies compared at once
 
 
 def choose_experts(
@@ -83,16 +84,37 @@ def _choose_kernel(
 
 
 def sort_by_expert(chosen_Nk: Tensor, first: int, n_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the fields of `Groups`. Each expert has a program, and one more handles the copies for other ranks."""
+    """Return the fields of `Groups`. The copies for other ranks are sorted as those of one more expert.
+
+    Up to MAX_COPIES, each expert has a program. More copies are sorted by counting, in blocks.
+    """
     chosen_Nk = chosen_Nk.contiguous()
     n_copies, device = chosen_Nk.numel(), chosen_Nk.device
     tokens_M, choices_M = (torch.empty(n_copies, dtype=torch.int64, device=device) for _ in range(2))
     copies_Nk = torch.empty_like(chosen_Nk)
     ends_E = torch.empty(n_experts, dtype=torch.int32, device=device)
-    _sort_kernel[(n_experts + 1,)](
-        chosen_Nk, tokens_M, choices_M, copies_Nk, ends_E, n_copies, first, n_experts, chosen_Nk.shape[1], BLOCK=_BLOCK
+    given, found = (n_copies, first, n_experts), (tokens_M, choices_M, copies_Nk, ends_E)
+    if n_copies <= MAX_COPIES:
+        _sort_kernel[(n_experts + 1,)](chosen_Nk, *found, *given, chosen_Nk.shape[1], BLOCK=_BLOCK)
+        return found
+    n_blocks = triton.cdiv(n_copies, _COUNTED)
+    counts = torch.empty((n_experts + 1, n_blocks), dtype=torch.int32, device=device)
+    _count_kernel[(n_blocks, triton.cdiv(n_experts + 1, _EXPERTS))](
+        chosen_Nk, counts, *given, BLOCK=_COUNTED, EXPERTS=_EXPERTS
     )
-    return tokens_M, choices_M, copies_Nk, ends_E
+    ends = counts.view(-1).cumsum(0, dtype=torch.int32)  # after each block's copies of each expert
+    _place_kernel[(n_blocks,)](
+        chosen_Nk,
+        counts,
+        ends,
+        *found,
+        *given,
+        chosen_Nk.shape[1],
+        BLOCK=_COUNTED,
+        COMPARED=_COMPARED,
+        EXPERTS=triton.next_power_of_2(n_experts),
+    )
+    return found
 
 
 @triton.jit
@@ -134,3 +156,51 @@ def _sort_kernel(
         tl.store(places_ptr + copy, place, mask=is_mine)
         at += tl.sum(count, 0)
     tl.store(ends_ptr + mine, at, mask=mine < n_experts)
+
+
+@kernel(do_not_specialize=["n_copies", "first"])
+def _count_kernel(chosen_ptr, counts_ptr, n_copies, first, n_experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
+    """Count the copies of some experts in a block. `counts` is (experts and one more, blocks)."""
+    block, each = tl.program_id(0), tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
+    expert = _local_expert(chosen_ptr, block * BLOCK + tl.arange(0, BLOCK), n_copies, first, n_experts)
+    count = tl.sum((each[:, None] == expert[None, :]).to(tl.int32), 1)
+    tl.store(counts_ptr + each * tl.num_programs(0) + block, count, mask=each <= n_experts)
+
+
+@kernel(do_not_specialize=["n_copies", "first"])
+def _place_kernel(
+    chosen_ptr,
+    counts_ptr,
+    ends_ptr,
+    tokens_ptr,
+    choices_ptr,
+    places_ptr,
+    group_ends_ptr,
+    n_copies,
+    first,
+    n_experts,
+    top_k,
+    BLOCK: tl.constexpr,
+    COMPARED: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """Place each copy of a block after those of its expert in earlier blocks, and after those before it in its own."""
+    block, n_blocks = tl.program_id(0), tl.num_programs(0)
+    copy = block * BLOCK + tl.arange(0, BLOCK)
+    inside = copy < n_copies
+    expert = _local_expert(chosen_ptr, copy, n_copies, first, n_experts)
+    entry = expert * n_blocks + block
+    place = load_masked(ends_ptr + entry, inside) - load_masked(counts_ptr + entry, inside)
+    for start in range(0, BLOCK, COMPARED):
+        other = block * BLOCK + start + tl.arange(0, COMPARED)
+        expert_of_other = _local_expert(chosen_ptr, other, n_copies, first, n_experts)
+        is_before = (expert[:, None] == expert_of_other[None, :]) & (other[None, :] < copy[:, None])
+        place += tl.sum(is_before.to(tl.int32), 1)
+    place = place.to(tl.int64)
+    tl.store(tokens_ptr + place, copy // top_k, mask=inside)
+    tl.store(choices_ptr + place, copy, mask=inside)
+    tl.store(places_ptr + copy, place, mask=inside)
+    if block == n_blocks - 1:
+        each = tl.arange(0, EXPERTS)
+        end = load_masked(ends_ptr + each * n_blocks + block, each < n_experts)
+        tl.store(group_ends_ptr + each, end, mask=each < n_experts)
