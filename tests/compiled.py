@@ -149,6 +149,8 @@ def launch_alone(dtype: torch.dtype, capability: int) -> None:
         choose_experts,
         combine,
         expert_glu,
+        expert_load,
+        expert_weights,
         group_by_expert,
         weighted_glu_backward,
     )
@@ -222,6 +224,10 @@ def launch_alone(dtype: torch.dtype, capability: int) -> None:
     choose_experts(torch.zeros(16, 128), 8, True, torch.zeros(128), 2.5)
     chosen, weights = choose_experts(torch.zeros(16, 32), 4, True)
     group_by_expert(chosen.repeat(150, 1), 0, 32)
+    logits = torch.zeros(16, 32, requires_grad=True)
+    for sigmoid in (False, True):
+        expert_weights(logits, chosen, True, sigmoid).sum().backward()
+        expert_load(logits.detach(), chosen, chosen if sigmoid else None, sigmoid, 12, torch.zeros(12))
     groups, biases = group_by_expert(chosen, 0, 32), (torch.zeros(32, 128, dtype=dtype), chosen)
     copies, of_glu = some.repeat(4, 1), (groups.ends_E, BiasedClamp(torch.zeros(32, 128, dtype=dtype), 1.7, 7.0))
     combine(copies, groups.copies_Nk, weights, groups.ends_E, *biases)

@@ -37,6 +37,7 @@ from areno.kernels.experts import (
     choose_experts,
     combine,
     expert_glu,
+    expert_weights,
     group_by_expert,
     reference,
     weighted_glu_backward,
@@ -47,7 +48,7 @@ from areno.layers.config import MoEConfig, mlp_piece_tokens
 from areno.layers.experts import ExpertMatrices
 from areno.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from areno.layers.parallel import wait_for
-from areno.layers.routing import Routing, probabilities, routing_weights
+from areno.layers.routing import Routing
 from areno.layers.shard import Layout, TensorPart, WeightSpec
 
 
@@ -250,11 +251,12 @@ class ExpertMLP(nn.Module):
 
     def _routing_weights(self, logits_NE: Tensor, chosen_Nk: Tensor) -> Tensor:
         experts, routing = self.experts, self.routing
-        weights_Nk = routing_weights(experts, logits_NE, chosen_Nk)
+        weights_Nk = expert_weights(logits_NE, chosen_Nk, experts.normalised, experts.sigmoid, experts.scale)
         if routing.balance_E is None or not torch.is_grad_enabled():
             return weights_Nk
         balance = routing.balance_E, routing.n_tokens, routing.counts_N
-        return _BalanceGradient.apply(weights_Nk, probabilities(experts, logits_NE), *balance)  # type: ignore[return-value]
+        probs_NE = reference.probabilities(logits_NE, experts.sigmoid)
+        return _BalanceGradient.apply(weights_Nk, probs_NE, *balance)  # type: ignore[return-value]
 
     def fused_forward(
         self, x_ND: Tensor, split: bool, whole: bool, keep: bool
@@ -270,7 +272,7 @@ class ExpertMLP(nn.Module):
                 self.router.e_score_correction_bias,
                 self.experts.scale,
             )
-            routing.record_experts(self.layer, chosen_Nk)
+            routing.record(self.layer, logits_NE, chosen_Nk)
         else:
             chosen_Nk = routing.choose_experts(self.layer, logits_NE, self.router.e_score_correction_bias)
             weights_Nk = self._routing_weights(logits_NE, chosen_Nk)

@@ -11,48 +11,22 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from areno.kernels.experts.reference import normalise
+from areno.kernels.experts import expert_load
+from areno.kernels.experts.reference import router_scores
 from areno.layers.config import MoEConfig
-
-
-def router_scores(experts: MoEConfig, logits_NE: Tensor) -> Tensor:
-    """Return the scores of which those of the chosen experts become a token's weights."""
-    return logits_NE.sigmoid() if experts.sigmoid else logits_NE.softmax(-1)
-
-
-def probabilities(experts: MoEConfig, logits_NE: Tensor) -> Tensor:
-    """Return the scores as shares of their sum, for statistics and the load-balancing loss."""
-    scores_NE = router_scores(experts, logits_NE)
-    return scores_NE / scores_NE.sum(-1, keepdim=True) if experts.sigmoid else scores_NE
-
-
-def routing_weights(experts: MoEConfig, logits_NE: Tensor, chosen_Nk: Tensor) -> Tensor:
-    weights_Nk = router_scores(experts, logits_NE).gather(1, chosen_Nk)
-    weights_Nk = normalise(weights_Nk) if experts.normalised else weights_Nk
-    return weights_Nk * experts.scale if experts.scale != 1.0 else weights_Nk
 
 
 def ranking(experts: MoEConfig, logits_NE: Tensor, bias_E: Tensor | None) -> Tensor:
     """Return numbers of which the largest `top_k` are the router's choice. `bias_E`: with `sigmoid`."""
     if bias_E is None:
         return logits_NE
-    ranked_NE = router_scores(experts, logits_NE) + bias_E
+    ranked_NE = router_scores(logits_NE, experts.sigmoid) + bias_E
     if experts.n_groups == 1:
         return ranked_NE
     ranked_NGe = ranked_NE.unflatten(-1, (experts.n_groups, -1))
     best_Ng = ranked_NGe.topk(2, dim=-1).values.sum(-1).topk(experts.top_groups, dim=-1).indices
     is_used_NG = torch.zeros_like(ranked_NGe[..., 0], dtype=torch.bool).scatter_(-1, best_Ng, True)
     return ranked_NGe.masked_fill(~is_used_NG.unsqueeze(-1), -torch.inf).flatten(-2)
-
-
-@dataclass
-class ExpertLoad:
-    """How much the tokens of a pass used each expert of one layer, summed over the tokens. Tensors on the device."""
-
-    chosen_E: Tensor  # int64, number of times that a token used the expert
-    probability_E: Tensor  # float32, of `probabilities`
-    entropy: Tensor  # float32, of `probabilities` in nats
-    changed: Tensor  # int64, number of used experts that the router would not have chosen
 
 
 @dataclass
@@ -72,7 +46,7 @@ class Routing:
         records: whether to store the used experts in `chosen`.
         observes: whether to store statistics in `loads`.
         chosen: layer -> the experts that the last pass used, (N, k) int64.
-        loads: layer -> the statistics of the last pass.
+        loads: layer -> the statistics of the last pass, see `areno.kernels.experts.expert_load`.
     """
 
     experts: MoEConfig
@@ -84,7 +58,7 @@ class Routing:
     records: bool = False
     observes: bool = False
     chosen: dict[int, Tensor] = field(default_factory=dict)
-    loads: dict[int, ExpertLoad] = field(default_factory=dict)
+    loads: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -117,12 +91,17 @@ class Routing:
 
     @property
     def can_use_fused_routing(self) -> bool:
-        """Whether a faster kernel can be used: the router chooses, in one group, and no statistics are recorded."""
-        return self.given_NLk is None and not self.observes and self.experts.n_groups == 1
+        """Whether a faster kernel can be used: the router chooses, in one group."""
+        return self.given_NLk is None and self.experts.n_groups == 1
 
-    def record_experts(self, layer: int, chosen_Nk: Tensor) -> None:
+    @torch.no_grad()
+    def record(self, layer: int, logits_NE: Tensor, chosen_Nk: Tensor, own_Nk: Tensor | None = None) -> None:
+        """Record used experts and statistics as set. `own_Nk`: the router's choice, if others may have been used."""
         if self.records:
             self.chosen[layer] = chosen_Nk
+        if self.observes:
+            n = len(logits_NE) if self.n_tokens is None else self.n_tokens
+            self.loads[layer] = expert_load(logits_NE, chosen_Nk, own_Nk, self.experts.sigmoid, n, self.counts_N)
 
     def choose_experts(self, layer: int, logits_NE: Tensor, bias_E: Tensor | None = None) -> Tensor:
         """Return and record the experts of each token: those in `given_NLk`, else the router's choice, best first."""
@@ -134,25 +113,5 @@ class Routing:
                 n = len(given_Nk)
                 known_N1 = given_Nk[:, :1] != self.unknown_expert
                 chosen_Nk = torch.cat([torch.where(known_N1, given_Nk, own_Nk[:n]), own_Nk[n:]])
-            self.record_experts(layer, chosen_Nk)
-            if self.observes:
-                self.loads[layer] = self._measure_load(logits_NE, own_Nk, chosen_Nk)
+        self.record(layer, logits_NE, chosen_Nk, None if self.given_NLk is None else own_Nk)
         return chosen_Nk
-
-    def _measure_load(self, logits_NE: Tensor, own_Nk: Tensor, chosen_Nk: Tensor) -> ExpertLoad:
-        """Compute statistics. `own_Nk`: experts that the router would choose. `chosen_Nk`: experts that were used."""
-        n = len(logits_NE) if self.n_tokens is None else self.n_tokens
-        probs_NE, own_Nk, chosen_Nk = probabilities(self.experts, logits_NE[:n]), own_Nk[:n], chosen_Nk[:n]
-        is_own_Nk = (chosen_Nk.unsqueeze(-1) == own_Nk.unsqueeze(-2)).any(-1)
-        entropy_N, changed_N = torch.special.entr(probs_NE).sum(-1), (~is_own_Nk).sum(-1)
-        times_Nk = torch.ones_like(chosen_Nk)
-        if (counts_N := self.counts_N) is not None:
-            probs_NE, entropy_N = probs_NE * counts_N.unsqueeze(-1), entropy_N * counts_N
-            times_Nk, changed_N = times_Nk * counts_N.long().unsqueeze(-1), changed_N * counts_N.long()
-        chosen_E = torch.zeros(self.experts.n_experts, dtype=torch.int64, device=probs_NE.device)
-        return ExpertLoad(
-            chosen_E=chosen_E.scatter_add_(0, chosen_Nk.flatten(), times_Nk.flatten()),
-            probability_E=probs_NE.sum(0),
-            entropy=entropy_N.sum(),
-            changed=changed_N.sum(),
-        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import tempfile
 from dataclasses import replace
 from typing import Any
@@ -61,6 +62,7 @@ def compare_routing(device: str = "cpu") -> None:
             expected = reference.choose_experts(logits, *by_sigmoid)
             assert torch.equal(others, expected[0])
             torch.testing.assert_close(weights, expected[1], atol=1e-6, rtol=1e-5)
+        compare_weights_and_load(logits, chosen)
         for first, n_local in ((0, n_experts), (n_experts // 2, n_experts - n_experts // 2)):
             with mock.patch("areno.kernels.experts.can_use_triton", return_value=False):
                 expected_groups = ops.group_by_expert(chosen, first, n_local)
@@ -71,6 +73,26 @@ def compare_routing(device: str = "cpu") -> None:
                     assert torch.equal(one, other), (n, top_k, n_experts, first, most)
             counts = torch.bincount(chosen.flatten(), minlength=n_experts)[first : first + n_local]
             assert torch.equal(expected_groups.ends_E.cpu(), counts.cpu().cumsum(0).int())
+
+
+def compare_weights_and_load(logits: Tensor, own: Tensor) -> None:
+    """Weights of given experts, their gradient, and statistics, also of tokens that count several times or not."""
+    (n, n_experts), top_k, device = logits.shape, own.shape[1], str(logits.device)
+    chosen = (own + (random(n, top_k, device=device) > 1)) % n_experts
+    for normalised, sigmoid in itertools.product((True, False), (True, False)):
+        found = []
+        for of in (ops, reference):
+            given = logits.clone().requires_grad_()
+            weights = of.expert_weights(given, own, normalised, sigmoid, 1.5)
+            found.append((weights, *torch.autograd.grad(weights, given, random(n, top_k, device=device))))
+        for got, expected in zip(*found, strict=True):
+            torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    counts = random(n, device=device).abs().mul(3).round()
+    for others, times, sigmoid in ((None, None, False), (own, counts[: n - n // 3], True)):
+        how = chosen, others, sigmoid, n if times is None else len(times), times
+        sums = [of.expert_load(logits, *how).sum(0, dtype=torch.float64) for of in (ops, reference)]
+        torch.testing.assert_close(*sums, atol=1e-4, rtol=1e-5)
+        assert (sums[0][-1] > 0) == (others is not None and n > 1)
 
 
 def compare_products(device: str = "cpu", dtype: torch.dtype = torch.float32, tolerance: float = 1e-5) -> None:
@@ -211,7 +233,7 @@ def compare_told(changes: dict[str, Any]) -> None:
             how = {"recompute": True} if is_fused else {}
             numbers = run(model, "sdpa", is_fused, **how)
             [load] = model.routing.loads.values()
-            found.append((*numbers, model.routing.recorded_experts(), *vars(load).values()))
+            found.append((*numbers, model.routing.recorded_experts(), load.sum(0, dtype=torch.float64)))
             model.routing.configure(given, None, 5)
             without = run(model, "sdpa", is_fused, **how)[2]
     for got, expected in zip(found[1], found[0], strict=True):

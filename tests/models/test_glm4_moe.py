@@ -10,8 +10,9 @@ import transformers
 from safetensors.torch import load_file
 
 from areno.errors import CheckpointError
+from areno.kernels.experts.reference import probabilities
 from areno.layers.parallel import ParallelGroup
-from areno.layers.routing import probabilities, ranking
+from areno.layers.routing import ranking
 from areno.models.known_shapes import published_config
 from areno.models.parameters import n_active_body_parameters, n_parameters
 from areno.models.registry import build_model, load_config, parse_config
@@ -66,7 +67,7 @@ def test_the_choice_is_by_groups_and_statistics_are_shares(tmp_path: Path) -> No
     generator = torch.Generator().manual_seed(0)
     logits, bias = torch.randn(50, 12, generator=generator), torch.randn(12, generator=generator)
     scores = 1 / (1 + (-logits).exp())
-    for row, ranked, share in zip(scores, ranking(experts, logits, bias), probabilities(experts, logits), strict=True):
+    for row, ranked, share in zip(scores, ranking(experts, logits, bias), probabilities(logits, True), strict=True):
         of_groups = [sum(sorted((row + bias)[group : group + 4].tolist())[-2:]) for group in (0, 4, 8)]
         used = sorted(range(3), key=lambda group: of_groups[group])[-2:]
         allowed = [expert for expert in range(12) if expert // 4 in used]

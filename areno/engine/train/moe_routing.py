@@ -65,29 +65,23 @@ class StepRouting:
                 run(packed)
                 self.count_experts()
         self._observes = False
-        counts = self._dp.all_reduce(torch.cat([self._chosen_LE.sum(0), self._n_seen.view(1)]))
+        n_chosen_E = self._sums_LX[:, : self._routing.experts.n_experts].sum(0)
+        counts = self._dp.all_reduce(torch.cat([n_chosen_E, self._n_seen.view(1)]))
         # A step without tokens has none to balance either.
-        rows = counts[-1].clamp(min=1).double() * self._routing.n_layers
+        rows = counts[-1].clamp(min=1) * self._routing.n_layers
         scale = self._coefficient * self._routing.experts.n_experts
         self._balance_E = (scale * counts[:-1] / rows.square()).float()
 
     def restart(self) -> None:
-        self._chosen_LE = self._probability_E = self._entropy = self._changed = torch.zeros(())
-        self._n_seen = torch.zeros((), dtype=torch.int64)
+        self._sums_LX = self._n_seen = torch.zeros((), dtype=torch.float64)
 
     def count_experts(self) -> None:
         """Add the experts chosen in the last forward pass to the counts, unless the pass only scored rows."""
         if self._routing is None or not self._routing.observes:
             return
-        loads = [self._routing.loads[layer] for layer in range(self._routing.n_layers)]
-        chosen_LE = torch.stack([load.chosen_E for load in loads])
-        where = chosen_LE.device
-        self._chosen_LE = self._chosen_LE.to(where, torch.int64) + chosen_LE
-        probability_E = torch.stack([load.probability_E for load in loads]).double().sum(0)
-        self._probability_E = self._probability_E.to(where) + probability_E
-        self._entropy = self._entropy.to(where) + torch.stack([load.entropy for load in loads]).double().sum()
-        self._changed = self._changed.to(where) + torch.stack([load.changed for load in loads]).double().sum()
-        self._n_seen = self._n_seen.to(where) + self._n_tokens
+        loads = torch.stack([self._routing.loads[layer] for layer in range(self._routing.n_layers)])
+        self._sums_LX = self._sums_LX.to(loads.device) + loads.sum(1, dtype=torch.float64)
+        self._n_seen = self._n_seen.to(loads.device) + self._n_tokens
 
     def add_statistics(self, numbers: dict[str, float]) -> None:
         """Add statistics of the step over all data-parallel ranks, which must all call this.
@@ -100,10 +94,10 @@ class StepRouting:
         if self._routing is None:
             return
         experts, n_layers = self._routing.experts, self._routing.n_layers
-        counted = [self._chosen_LE.flatten(), self._probability_E, self._entropy, self._changed, self._n_seen]
-        totals = self._dp.all_reduce(torch.cat([each.double().reshape(-1) for each in counted])).cpu()
-        chosen_LE = totals[: n_layers * experts.n_experts].view(n_layers, experts.n_experts)
-        probability_E, (entropy, changed, n_tokens) = totals[chosen_LE.numel() : -3], totals[-3:].tolist()
+        totals = self._dp.all_reduce(torch.cat([self._sums_LX.flatten(), self._n_seen.view(1)])).cpu()
+        sums_LX, n_tokens = totals[:-1].view(n_layers, -1), float(totals[-1])
+        chosen_LE, probability_LE, others_L2 = sums_LX.tensor_split((experts.n_experts, 2 * experts.n_experts), dim=1)
+        probability_E, (entropy, changed) = probability_LE.sum(0), others_L2.sum(0).tolist()
         rows = max(1.0, n_tokens * n_layers)
         violation_LE = chosen_LE / chosen_LE.mean(1, keepdim=True).clamp(min=1e-9) - 1
         aux = experts.n_experts * float((chosen_LE.sum(0) * probability_E).sum()) / rows**2

@@ -12,7 +12,7 @@ O outputs, D hidden size.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,41 @@ choose_experts = dispatch_by_device(reference.choose_experts)
 The weights are those of the softmax over all experts, divided by their sum for each token if `normalised`, times
 `scale`. A single normalised weight is exactly 1, and gets no gradient. With `bias_X`, the experts with the largest sums
 of bias and sigmoid are chosen, and weights are sigmoids.
+"""
+
+
+def expert_weights(
+    logits_NX: Tensor, chosen_Nk: Tensor, normalised: bool, sigmoid: bool = False, scale: float = 1.0
+) -> Tensor:
+    """Return the weights of given experts as `choose_experts` does. Differentiable with respect to the logits."""
+    given = logits_NX, chosen_Nk, normalised, sigmoid, scale
+    if not can_use_triton(logits_NX):
+        return reference.expert_weights(*given)
+    return _ExpertWeights.apply(*given)  # type: ignore[return-value]
+
+
+class _ExpertWeights(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_NX: Tensor, chosen_Nk: Tensor, *how: Any) -> Tensor:
+        from areno.kernels.experts.triton_routing import expert_weights
+
+        ctx.save_for_backward(logits_NX, chosen_Nk)
+        ctx.how = how
+        return expert_weights(logits_NX, chosen_Nk, *how)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from areno.kernels.experts.triton_routing import expert_weights_backward
+
+        return expert_weights_backward(grads[0], *ctx.saved_tensors, *ctx.how), *(None,) * 4
+
+
+expert_load = dispatch_by_device(reference.expert_load)
+"""Return statistics of the first `n_tokens` tokens, (parts, 2 X + 2), to be summed over the parts.
+
+These are, for each expert, how many tokens use it, and the sum of its probabilities, which are shares of a token's
+scores; then the entropy of the probabilities in nats, and the number of used experts that are not in `own_Nk`, the
+router's own choice (None: 0). A token counts `counts_N` times (None: once).
 """
 
 

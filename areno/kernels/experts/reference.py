@@ -23,10 +23,45 @@ def _expert_row_ranges(ends_E: Tensor) -> list[tuple[int, int]]:
 def choose_experts(
     logits_NX: Tensor, top_k: int, normalised: bool, bias_X: Tensor | None = None, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    scores_NX = logits_NX.softmax(-1) if bias_X is None else logits_NX.sigmoid()
-    chosen_Nk = (logits_NX if bias_X is None else scores_NX + bias_X).topk(top_k, dim=-1).indices
-    weights_Nk = scores_NX.gather(1, chosen_Nk)
-    return chosen_Nk, (normalise(weights_Nk) if normalised else weights_Nk) * scale
+    ranked_NX = logits_NX if bias_X is None else logits_NX.sigmoid() + bias_X
+    chosen_Nk = ranked_NX.topk(top_k, dim=-1).indices
+    return chosen_Nk, expert_weights(logits_NX, chosen_Nk, normalised, bias_X is not None, scale)
+
+
+def router_scores(logits_NX: Tensor, sigmoid: bool) -> Tensor:
+    return logits_NX.sigmoid() if sigmoid else logits_NX.softmax(-1)
+
+
+def probabilities(logits_NX: Tensor, sigmoid: bool) -> Tensor:
+    """Return the scores as shares of their sum, for statistics and the load-balancing loss."""
+    scores_NX = router_scores(logits_NX, sigmoid)
+    return scores_NX / scores_NX.sum(-1, keepdim=True) if sigmoid else scores_NX
+
+
+def expert_weights(
+    logits_NX: Tensor, chosen_Nk: Tensor, normalised: bool, sigmoid: bool = False, scale: float = 1.0
+) -> Tensor:
+    weights_Nk = router_scores(logits_NX, sigmoid).gather(1, chosen_Nk)
+    return (normalise(weights_Nk) if normalised else weights_Nk) * scale
+
+
+def expert_load(
+    logits_NX: Tensor,
+    chosen_Nk: Tensor,
+    own_Nk: Tensor | None,
+    sigmoid: bool,
+    n_tokens: int,
+    counts_N: Tensor | None = None,
+) -> Tensor:
+    probs_NX, chosen_Nk = probabilities(logits_NX[:n_tokens], sigmoid).double(), chosen_Nk[:n_tokens]
+    times_N = probs_NX.new_ones(n_tokens) if counts_N is None else counts_N.double()
+    changed_N = torch.zeros_like(times_N)
+    if own_Nk is not None:
+        changed_N = (chosen_Nk.unsqueeze(-1) != own_Nk[:n_tokens].unsqueeze(-2)).all(-1).sum(-1).double()
+    chosen_X = probs_NX.new_zeros(probs_NX.shape[1])
+    chosen_X.scatter_add_(0, chosen_Nk.flatten(), times_N.repeat_interleave(chosen_Nk.shape[1]))
+    sums = (times_N @ torch.special.entr(probs_NX).sum(-1), times_N @ changed_N)
+    return torch.cat((chosen_X, times_N @ probs_NX, torch.stack(sums))).unsqueeze(0)
 
 
 def normalise(weights_Nk: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from areno.kernels.backend import is_hopper
 from areno.kernels.experts.triton_activation import expert_glu as expert_glu
 from areno.kernels.experts.triton_activation import weighted_glu_backward as weighted_glu_backward
 from areno.kernels.experts.triton_routing import choose_experts as choose_experts
+from areno.kernels.experts.triton_routing import expert_load as expert_load
 from areno.kernels.jit import kernel, load_fp32, load_masked, program_id_64
 
 logger = logging.getLogger("areno")
