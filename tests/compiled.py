@@ -144,6 +144,7 @@ def launch_in_fp8(dtype: torch.dtype) -> None:
 def launch_alone(dtype: torch.dtype, capability: int) -> None:
     """Kernels that no command launches without GPUs."""
     from areno.kernels import jit
+    from areno.kernels.elementwise.triton_gate import add_gated, add_gated_backward
     from areno.kernels.experts import (
         BiasedClamp,
         choose_experts,
@@ -232,7 +233,9 @@ def launch_alone(dtype: torch.dtype, capability: int) -> None:
     copies, of_glu = some.repeat(4, 1), (groups.ends_E, BiasedClamp(torch.zeros(32, 128, dtype=dtype), 1.7, 7.0))
     combine(copies, groups.copies_Nk, weights, groups.ends_E, *biases)
     expert_glu(copies, *of_glu)
-    weighted_glu_backward(copies[:, :64], copies, weights.flatten(), *of_glu)
+    weighted_glu_backward(copies[:, :64], copies, weights, groups.choices_M, *of_glu)
+    add_gated(some, some, logits[:, :1].detach())
+    add_gated_backward(some, some, logits[:, :1].detach())
     if capability >= FP8_CAPABILITY:
         launch_in_fp8(dtype)
     numbers = torch.zeros(4, 16, dtype=torch.int32)

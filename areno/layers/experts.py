@@ -175,16 +175,17 @@ class ExpertMatrices(nn.Module):
         x_MI: Tensor,
         grad_h_Mr: Tensor | None,
         groups: ExpertGroups,
-        weights_M: Tensor | None = None,
+        weights_Nk: Tensor | None = None,
     ) -> None:
         """Add the gradients of weight, bias and adapter to their float32 `.grad`. Frozen parameters are skipped.
 
-        `weights_M`, the weights of the rows (None: 1), are those of the bias. `x_MI` is multiplied by them already.
+        `weights_Nk`, the router's weights (None: 1), are for the bias. `x_MI` is multiplied by them already.
         """
         if self.bias is not None and self.bias.requires_grad:
             assert self.bias.grad is not None
-            of_rows_M1 = (grad_MO.new_ones(len(grad_MO)) if weights_M is None else weights_M.to(grad_MO)).unsqueeze(1)
-            add_grouped_matmul(self.bias.grad.view(self.n_local, -1, 1), grad_MO, of_rows_M1, groups.ends_E)
+            weights_M = None if weights_Nk is None else weights_Nk.flatten().index_select(0, groups.choices_M)
+            of_rows_M = grad_MO.new_ones(len(grad_MO)) if weights_M is None else weights_M.to(grad_MO)
+            add_grouped_matmul(self.bias.grad.view(self.n_local, -1, 1), grad_MO, of_rows_M.unsqueeze(1), groups.ends_E)
         if self.weight.requires_grad:
             assert self.weight.grad is not None
             add_grouped_matmul(self.weight.grad.view_as(self.stack_EOI), grad_MO, x_MI, groups.ends_E)

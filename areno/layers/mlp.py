@@ -137,7 +137,8 @@ class GatedMLP(nn.Module):
         """Return this rank's partial sum again, from what `fused_forward` has kept."""
         from areno.kernels.elementwise.triton_swiglu import swiglu
 
-        return torch.cat([self.down(swiglu(gate_up_N2I, self.gelu), whole=False) for gate_up_N2I in kept])
+        pieces = [self.down(swiglu(gate_up_N2I, self.gelu), whole=False) for gate_up_N2I in kept]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _quantized_down(self, gate_up_N2I: Tensor) -> QuantizedMatrix | None:
         """Return the weight of `down` in FP8 if the activation may round its results for it, else None."""
@@ -243,7 +244,9 @@ class ExpertMLP(nn.Module):
     def _output_bias(self, chosen_Nk: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """Return the biases of `down` and the chosen experts as indices of this rank's, or None without biases."""
         bias_ED = self.experts_down.bias_EO
-        return (None, None) if bias_ED is None else (bias_ED, chosen_Nk - self.tp.rank * self.experts_down.n_local)
+        if bias_ED is None:
+            return None, None
+        return bias_ED, chosen_Nk.long() - self.tp.rank * self.experts_down.n_local
 
     def _group_by_expert(self, chosen_Nk: Tensor) -> ExpertGroups:
         n_local = self.experts_gate_up.n_local
@@ -287,10 +290,13 @@ class ExpertMLP(nn.Module):
         del y_MD
         of_shared: tuple[Tensor, ...] = ()
         if self.shared is not None:
+            from areno.kernels.elementwise.triton_gate import add_gated
+
             shared_ND, of_shared, _ = self.shared.fused_forward(x_ND, False, False, keep)
-            if self.shared_gate is not None:
-                shared_ND = shared_ND.mul_(self.shared_gate(x_ND).sigmoid_())
-            out_ND = out_ND.add_(shared_ND)
+            if self.shared_gate is None:
+                out_ND.add_(shared_ND)
+            else:
+                add_gated(out_ND, shared_ND, self.shared_gate(x_ND))
         if whole:
             out_ND = self.tp.reduce_scatter_rows(out_ND) if split else self.tp.reduce_out(out_ND)
         return out_ND, (gate_up_M2I, *of_shared) if keep else (), (chosen_Nk.to(routing.dtype),)
@@ -300,7 +306,7 @@ class ExpertMLP(nn.Module):
     ) -> Tensor:
         if split:
             grad_ND, x_ND = self.tp.all_gather_rows(grad_ND), self.tp.all_gather_rows(x_ND)
-        chosen_Nk = saved[0].long()
+        (chosen_Nk,) = saved
         groups = self._group_by_expert(chosen_Nk)
         gate_up, down, ends_E = self.experts_gate_up, self.experts_down, groups.ends_E
         logits_NE = self.router(x_ND)
@@ -311,19 +317,17 @@ class ExpertMLP(nn.Module):
         grad_MD = grad_ND.index_select(0, groups.tokens_M)
         grad_h_Mr = down.inner_gradient(grad_MD, ends_E)
         grad_MI = down.input_gradient(grad_MD, grad_h_Mr, ends_E)
-        weights_M = weights_Nk.detach().flatten().index_select(0, groups.choices_M)
-        grad_gate_up_M2I, act_MI, grad_weights_M = weighted_glu_backward(
-            grad_MI, gate_up_M2I, weights_M, ends_E, self._clamp
+        grad_gate_up_M2I, act_MI, grad_weights_Nk = weighted_glu_backward(
+            grad_MI, gate_up_M2I, weights_Nk.detach(), groups.choices_M, ends_E, self._clamp
         )
         del gate_up_M2I, grad_MI
-        down.accumulate_grad(grad_MD, act_MI, grad_h_Mr, groups, weights_M)
+        down.accumulate_grad(grad_MD, act_MI, grad_h_Mr, groups, weights_Nk.detach())
         del grad_MD, act_MI
         grad_h_Mr = gate_up.inner_gradient(grad_gate_up_M2I, ends_E)
         gate_up.accumulate_grad(grad_gate_up_M2I, rows_MD, grad_h_Mr, groups)
         del rows_MD
         grad_x_MD = gate_up.input_gradient(grad_gate_up_M2I, grad_h_Mr, ends_E)
         grad_x_ND = combine(grad_x_MD, groups.copies_Nk, None, ends_E)
-        grad_weights_Nk = grad_weights_M.index_select(0, groups.copies_Nk.flatten()).view_as(weights_Nk)
         bias_ED, experts_Nk = self._output_bias(chosen_Nk)
         if bias_ED is not None and experts_Nk is not None:
             grad_weights_Nk = grad_weights_Nk + _products_with_chosen(grad_ND, bias_ED, experts_Nk)
@@ -333,36 +337,38 @@ class ExpertMLP(nn.Module):
             grad_x_ND = grad_x_ND.add_(grad_shared_ND)
         grad_x_ND = self.tp.reduce_scatter_rows(grad_x_ND) if split else self.tp.all_reduce(grad_x_ND)
         # The parts of router and gate are the same on all ranks, so they are added after the sum.
-        if grad_gate_N1 is None:
+        if grad_gate_N1 is None or self.tp.size == 1:
             grad_weights_Nk = self.tp.all_reduce(grad_weights_Nk)
         else:
             both = self.tp.all_reduce(torch.cat((grad_weights_Nk.float(), grad_gate_N1), dim=1))
             grad_weights_Nk, grad_gate_N1 = both.tensor_split((-1,), dim=1)
         (grad_logits_NE,) = torch.autograd.grad(weights_Nk, logits_NE, grad_weights_Nk)
-        grad_x_ND = grad_x_ND + self._replicated_backward(self.router, grad_logits_NE, x_ND, split)
+        self._replicated_backward(grad_x_ND, self.router, grad_logits_NE, x_ND, split)
         if self.shared_gate is not None and grad_gate_N1 is not None:
-            grad_x_ND = grad_x_ND + self._replicated_backward(self.shared_gate, grad_gate_N1, x_ND, split)
+            self._replicated_backward(grad_x_ND, self.shared_gate, grad_gate_N1, x_ND, split)
         return grad_x_ND
 
-    def _replicated_backward(self, linear: Linear, grad_NO: Tensor, x_ND: Tensor, split: bool) -> Tensor:
-        """Add the gradient of a replicated weight, and return the gradient with respect to x (of own rows if split)."""
+    def _replicated_backward(
+        self, grad_x_ND: Tensor, linear: Linear, grad_NO: Tensor, x_ND: Tensor, split: bool
+    ) -> None:
+        """Add the gradient of a replicated weight, and that with respect to x to `grad_x_ND` (own rows if split)."""
         grad_NO = grad_NO.to(x_ND.dtype)
         linear.accumulate_grad(grad_NO, x_ND)
-        return (self.tp.own_rows(grad_NO) if split else grad_NO) @ linear.weight
+        grad_x_ND.addmm_(self.tp.own_rows(grad_NO) if split else grad_NO, linear.weight)
 
     def _shared_backward(self, grad_ND: Tensor, x_ND: Tensor, kept: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
         """Return this rank's part of the gradients with respect to x and to the logit of the gate, if there is one."""
         assert self.shared is not None
         if self.shared_gate is None:
             return self.shared.fused_backward(grad_ND, x_ND, kept, (), False, whole=False), None
+        from areno.kernels.elementwise.triton_gate import add_gated_backward
+
         if kept:
             shared_ND = self.shared.partial_output(kept)
         else:
             shared_ND, kept, _ = self.shared.fused_forward(x_ND, False, False, True)
-        gate_N1 = self.shared_gate(x_ND).sigmoid_()
-        grad_gate_N1 = (grad_ND.float() * shared_ND).sum(-1, keepdim=True) * gate_N1 * (1 - gate_N1)
+        grad_ND, grad_gate_N1 = add_gated_backward(grad_ND, shared_ND, self.shared_gate(x_ND))
         del shared_ND
-        grad_ND = grad_ND * gate_N1.to(grad_ND.dtype)
         return self.shared.fused_backward(grad_ND, x_ND, kept, (), False, whole=False), grad_gate_N1
 
 

@@ -134,19 +134,21 @@ def compare_products(device: str = "cpu", dtype: torch.dtype = torch.float32, to
                     expected = reference.combine(x.nan_to_num(), groups.copies_Nk, given, groups.ends_E, *bias)
                     torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
 
-            gate_up, copies = random(rows, 2 * outputs, device=device, dtype=dtype), weights.flatten()[groups.choices_M]
+            gate_up, pairs = random(rows, 2 * outputs, device=device, dtype=dtype), (weights, groups.choices_M)
             gate_up[end:] = torch.nan
-            got = ops.weighted_glu_backward(a, gate_up, copies, groups.ends_E)
-            expected = reference.weighted_glu_backward(a, gate_up, copies, groups.ends_E)
-            assert not got[2][end:].any()
-            for one, other in zip(got, expected, strict=True):
+            got = ops.weighted_glu_backward(a, gate_up, *pairs, groups.ends_E)
+            expected = reference.weighted_glu_backward(a, gate_up, *pairs, groups.ends_E)
+            assert not got[2].flatten()[groups.choices_M[end:]].any()
+            torch.testing.assert_close(got[2], expected[2], atol=tolerance, rtol=tolerance)
+            for one, other in zip(got[:2], expected[:2], strict=True):
                 torch.testing.assert_close(one[:end], other[:end], atol=tolerance, rtol=tolerance)
 
             biases = random(n_local, 2 * outputs, device=device, dtype=dtype)
             how = groups.ends_E, ops.BiasedClamp(biases, 1.7, 0.8)
-            got = (ops.expert_glu(gate_up, *how), *ops.weighted_glu_backward(a, gate_up, copies, *how))
-            expected = reference.weighted_glu_backward(a, gate_up, copies, *how)
-            assert not got[3][end:].any()
+            *got, grad = (ops.expert_glu(gate_up, *how), *ops.weighted_glu_backward(a, gate_up, *pairs, *how))
+            *expected, other = reference.weighted_glu_backward(a, gate_up, *pairs, *how)
+            assert not grad.flatten()[groups.choices_M[end:]].any()
+            torch.testing.assert_close(grad, other, atol=tolerance, rtol=tolerance)
             for one, other in zip(got, (reference.expert_glu(gate_up, *how), *expected), strict=True):
                 torch.testing.assert_close(one[:end], other[:end], atol=tolerance, rtol=tolerance)
 
@@ -158,7 +160,8 @@ def test_the_activation_s_backward_pass_is_that_of_autograd() -> None:
     act = torch.nn.functional.silu(gate) * up * weight[:, None]
     expected = torch.autograd.grad(act, (gate_up, weight), grad.double())
     ends = torch.tensor([4, 9], dtype=torch.int32)
-    got = reference.weighted_glu_backward(grad, gate_up.detach().float(), weight.detach().float(), ends)
+    given = gate_up.detach().float(), weight.detach().float(), torch.arange(9)
+    got = reference.weighted_glu_backward(grad, *given, ends)
     for one, other in zip((got[0], got[2], got[1]), (*expected, act.detach()), strict=True):
         torch.testing.assert_close(one.double(), other, atol=1e-5, rtol=1e-5)
 
@@ -173,7 +176,7 @@ def test_the_clamped_activation_s_backward_pass_is_that_of_autograd() -> None:
     expected = torch.autograd.grad(act * weight[:, None], (gate_up, weight), grad.double())
     given = gate_up.detach().float(), weight.detach().float()
     clamp = ops.BiasedClamp(bias, 1.5, 0.7)
-    got = reference.weighted_glu_backward(grad, *given, ends, clamp)
+    got = reference.weighted_glu_backward(grad, *given, torch.arange(9), ends, clamp)
     for one, other in zip((got[0], got[2], got[1]), (*expected, act * weight[:, None]), strict=True):
         torch.testing.assert_close(one.double(), other.detach(), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(reference.expert_glu(given[0], ends, clamp), act.detach().float())

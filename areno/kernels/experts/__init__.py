@@ -125,5 +125,6 @@ and up then alternate in the columns. Their biases are added first.
 weighted_glu_backward = dispatch_by_device(reference.weighted_glu_backward)
 """Compute y = w * expert_glu(...) again, with the router weight w of each row, and its gradients.
 
-The results are the gradient of gate and up, y, and the float32 gradient of w, which is 0 after the last group.
+The results are the gradient of gate and up, y, and the float32 gradient of `weights_Nk`, which is 0 for experts of
+other ranks. `choices_M` as in `ExpertGroups`.
 """

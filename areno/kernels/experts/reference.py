@@ -151,9 +151,14 @@ def _clamped(
 
 
 def weighted_glu_backward(
-    grad_MI: Tensor, gate_up_M2I: Tensor, weights_M: Tensor, ends_E: Tensor, clamp: BiasedClamp | None = None
+    grad_MI: Tensor,
+    gate_up_M2I: Tensor,
+    weights_Nk: Tensor,
+    choices_M: Tensor,
+    ends_E: Tensor,
+    clamp: BiasedClamp | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad, weight = grad_MI.float(), weights_M.float().unsqueeze(-1)
+    grad, weight = grad_MI.float(), weights_Nk.float().flatten()[choices_M].unsqueeze(-1)
     if clamp is None:
         gate, up = gate_up_M2I.float().chunk(2, dim=-1)
         sigmoid = gate.sigmoid()
@@ -170,5 +175,6 @@ def weighted_glu_backward(
         grad_up = (grad * weight * gate * sigmoid).masked_fill(raw_up.abs() > clamp.limit, 0)
         grad_gate_up = torch.stack((grad_gate, grad_up), dim=-1).flatten(1)
     is_here_M = torch.arange(len(grad_MI), device=grad_MI.device) < ends_E[-1]
-    grad_weight = (grad * act).sum(-1).masked_fill(~is_here_M, 0)
-    return grad_gate_up.to(grad_MI.dtype), (act * weight).to(grad_MI.dtype), grad_weight
+    grad_weight = torch.empty_like(weight[:, 0])
+    grad_weight[choices_M] = (grad * act).sum(-1).masked_fill(~is_here_M, 0)
+    return grad_gate_up.to(grad_MI.dtype), (act * weight).to(grad_MI.dtype), grad_weight.view_as(weights_Nk)

@@ -35,11 +35,16 @@ def expert_glu(gate_up_M2I: Tensor, ends_E: Tensor, clamp: BiasedClamp | None = 
 
 
 def weighted_glu_backward(
-    grad_MI: Tensor, gate_up_M2I: Tensor, weights_M: Tensor, ends_E: Tensor, clamp: BiasedClamp | None = None
+    grad_MI: Tensor,
+    gate_up_M2I: Tensor,
+    weights_Nk: Tensor,
+    choices_M: Tensor,
+    ends_E: Tensor,
+    clamp: BiasedClamp | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     n_rows, inner = grad_MI.shape
-    given = grad_MI.contiguous(), gate_up_M2I.contiguous(), weights_M.float().contiguous()
-    of_weights = torch.empty(n_rows, dtype=torch.float32, device=grad_MI.device)
+    given = grad_MI.contiguous(), gate_up_M2I.contiguous(), weights_Nk.float().contiguous(), choices_M
+    of_weights = torch.empty(weights_Nk.shape, dtype=torch.float32, device=grad_MI.device)
     found = torch.empty_like(gate_up_M2I), torch.empty_like(grad_MI), of_weights
     block = min(1024, triton.next_power_of_2(inner))
     if n_rows and clamp is None:
@@ -62,13 +67,23 @@ def weighted_glu_backward(
 
 @kernel
 def _weighted_swiglu_kernel(
-    grad_ptr, gate_up_ptr, weights_ptr, end_ptr, grad_gate_up_ptr, act_ptr, grad_weights_ptr, inner, BLOCK: tl.constexpr
+    grad_ptr,
+    gate_up_ptr,
+    weights_ptr,
+    choices_ptr,
+    end_ptr,
+    grad_gate_up_ptr,
+    act_ptr,
+    grad_weights_ptr,
+    inner,
+    BLOCK: tl.constexpr,
 ):
     row = program_id_64(0)
+    choice = tl.load(choices_ptr + row)
     if row >= tl.load(end_ptr):
-        tl.store(grad_weights_ptr + row, 0.0)
+        tl.store(grad_weights_ptr + choice, 0.0)
         return
-    weight = tl.load(weights_ptr + row)
+    weight = tl.load(weights_ptr + choice)
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, inner, BLOCK):
         column = start + tl.arange(0, BLOCK)
@@ -85,7 +100,7 @@ def _weighted_swiglu_kernel(
         tl.store(grad_gate_up_ptr + place, gate_grad, mask=inside)
         tl.store(grad_gate_up_ptr + place + inner, grad * weight * silu, mask=inside)
         tl.store(act_ptr + row * inner + column, act * weight, mask=inside)
-    tl.store(grad_weights_ptr + row, tl.sum(total, 0))
+    tl.store(grad_weights_ptr + choice, tl.sum(total, 0))
 
 
 @triton.jit
@@ -138,6 +153,7 @@ def _weighted_clamped_glu_kernel(
     grad_ptr,
     gate_up_ptr,
     weights_ptr,
+    choices_ptr,
     bias_ptr,
     ends_ptr,
     grad_gate_up_ptr,
@@ -152,10 +168,11 @@ def _weighted_clamped_glu_kernel(
 ):
     row = program_id_64(0)
     expert = _expert_of(row, ends_ptr, n_experts, EXPERTS)
+    choice = tl.load(choices_ptr + row)
     if expert >= n_experts:
-        tl.store(grad_weights_ptr + row, 0.0)
+        tl.store(grad_weights_ptr + choice, 0.0)
         return
-    weight = tl.load(weights_ptr + row)
+    weight = tl.load(weights_ptr + choice)
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, inner, BLOCK):
         column = start + tl.arange(0, BLOCK)
@@ -171,4 +188,4 @@ def _weighted_clamped_glu_kernel(
         tl.store(grad_gate_up_ptr + place, tl.where(raw_gate > limit, 0.0, gate_grad), mask=inside)
         tl.store(grad_gate_up_ptr + place + 1, tl.where(tl.abs(raw_up) > limit, 0.0, up_grad), mask=inside)
         tl.store(act_ptr + row * inner + column, act * weight, mask=inside)
-    tl.store(grad_weights_ptr + row, tl.sum(total, 0))
+    tl.store(grad_weights_ptr + choice, tl.sum(total, 0))

@@ -121,9 +121,9 @@ def expert_weights_backward(
     """Return the gradient with respect to the logits."""
     grad_NX = torch.empty_like(logits_NX, memory_format=torch.contiguous_format)
     if len(grad_NX):
-        given = grad_Nk.contiguous(), logits_NX.contiguous(), chosen_Nk.contiguous(), grad_NX, logits_NX.shape[1], scale
+        given = grad_Nk, logits_NX.contiguous(), chosen_Nk.contiguous(), grad_NX, *grad_Nk.stride(), logits_NX.shape[1]
         _weights_backward_kernel[(len(grad_NX),)](
-            *given, **_how(logits_NX.shape[1], chosen_Nk.shape[1], normalised, sigmoid)
+            *given, scale, **_how(logits_NX.shape[1], chosen_Nk.shape[1], normalised, sigmoid)
         )
     return grad_NX
 
@@ -134,6 +134,8 @@ def _weights_backward_kernel(
     logits_ptr,
     chosen_ptr,
     grad_logits_ptr,
+    grad_stride,
+    grad_step,
     n_experts,
     scale,
     EXPERTS: tl.constexpr,
@@ -150,7 +152,7 @@ def _weights_backward_kernel(
     grad = tl.zeros([EXPERTS], tl.float32)
     for choice in tl.static_range(TOP_K):
         is_chosen = each == tl.load(chosen_ptr + token * TOP_K + choice)
-        of_choice = tl.load(grad_ptr + token * TOP_K + choice).to(tl.float32) * scale
+        of_choice = tl.load(grad_ptr + token * grad_stride + choice * grad_step).to(tl.float32) * scale
         weight = tl.sum(tl.where(is_chosen, scores, 0.0), 0)
         total += weight
         product += weight * of_choice
@@ -258,7 +260,7 @@ def sort_by_expert(chosen_Nk: Tensor, first: int, n_experts: int) -> tuple[Tenso
     chosen_Nk = chosen_Nk.contiguous()
     n_copies, device = chosen_Nk.numel(), chosen_Nk.device
     tokens_M, choices_M = (torch.empty(n_copies, dtype=torch.int64, device=device) for _ in range(2))
-    copies_Nk = torch.empty_like(chosen_Nk)
+    copies_Nk = torch.empty_like(chosen_Nk, dtype=torch.int64)
     ends_E = torch.empty(n_experts, dtype=torch.int32, device=device)
     given, found = (n_copies, first, n_experts), (tokens_M, choices_M, copies_Nk, ends_E)
     if n_copies <= MAX_COPIES:
