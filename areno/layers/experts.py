@@ -85,9 +85,9 @@ class ExpertAdapter(nn.Module):
             return
         assert self.a.grad is not None
         assert self.b.grad is not None
-        h_Mr = grouped_matmul(x_MI, self.a_ErI, ends_E) * self.scaling
-        add_grouped_matmul(self.b.grad.view_as(self.b_EOr), grad_MO, h_Mr, ends_E)
-        add_grouped_matmul(self.a.grad.view_as(self.a_ErI), grad_h_Mr * self.scaling, x_MI, ends_E)
+        h_Mr = grouped_matmul(x_MI, self.a_ErI, ends_E)
+        add_grouped_matmul(self.b.grad.view_as(self.b_EOr), grad_MO, h_Mr, ends_E, self.scaling)
+        add_grouped_matmul(self.a.grad.view_as(self.a_ErI), grad_h_Mr, x_MI, ends_E, self.scaling)
 
     def init_weights(self, generator: torch.Generator) -> None:
         draw_adapter(self.layout["a"], self.a, self.b, generator)

@@ -123,8 +123,8 @@ def compare_products(device: str = "cpu", dtype: torch.dtype = torch.float32, to
 
             a = random(rows, outputs, device=device, dtype=dtype)
             added, expected = (random(n_local, outputs, inputs, device=device) for _ in range(2))
-            ops.add_grouped_matmul(added, a, x, groups.ends_E)
-            reference.add_grouped_matmul(expected, a.float(), x.float(), groups.ends_E)
+            ops.add_grouped_matmul(added, a, x, groups.ends_E, 0.7)
+            reference.add_grouped_matmul(expected, a.float(), x.float(), groups.ends_E, 0.7)
             torch.testing.assert_close(added, expected, atol=tolerance * 20, rtol=tolerance * 10)
 
             x[end:] = torch.nan  # nothing may read what is not computed
@@ -354,7 +354,7 @@ def test_kernels_on_the_gpu_are_the_references() -> None:
 
 @pytest.mark.gpu
 def test_layers_with_experts_on_the_gpu_are_the_plain_ones() -> None:
-    for experts in (EXPERTS["experts"], CLAMPED):
+    for experts in (EXPERTS["experts"], CLAMPED, *SHARED):
         compare("cuda", torch.float32, 1e-4, "sdpa", **{**EXPERTS, "experts": experts})
     compare_mixed_dtypes("cuda")
 

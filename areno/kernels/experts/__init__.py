@@ -100,7 +100,7 @@ each row by itself, and needs `row_multiple` 1.
 """
 
 add_grouped_matmul = dispatch_by_device(reference.add_grouped_matmul)
-"""Add a^T b over the rows of each expert to its weight gradient in place, summed in the dtype of `out_EOI`."""
+"""Add scale * a^T b over the rows of each expert to its gradient in place, summed in the dtype of `out_EOI`."""
 
 add_expert_lora = dispatch_by_device(reference.add_expert_lora)
 """Return y + scaling * h W^T, where each row h has few elements and W is its expert's matrix, as in `grouped_matmul`.

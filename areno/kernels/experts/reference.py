@@ -117,9 +117,9 @@ def combine(
     return total.to(y_MD.dtype)
 
 
-def add_grouped_matmul(out_EOI: Tensor, a_MO: Tensor, b_MI: Tensor, ends_E: Tensor) -> None:
+def add_grouped_matmul(out_EOI: Tensor, a_MO: Tensor, b_MI: Tensor, ends_E: Tensor, scale: float = 1.0) -> None:
     for (start, end), out_OI in zip(_expert_row_ranges(ends_E), out_EOI, strict=True):
-        add_matmul(out_OI, a_MO[start:end].t(), b_MI[start:end])
+        add_matmul(out_OI, a_MO[start:end].t(), b_MI[start:end], scale)
 
 
 class BiasedClamp(NamedTuple):

@@ -223,7 +223,7 @@ def _grouped_matmul_kernel(
     tl.store(place, total, mask=written)
 
 
-def add_grouped_matmul(out_EOI: Tensor, a_MO: Tensor, b_MI: Tensor, ends_E: Tensor) -> None:
+def add_grouped_matmul(out_EOI: Tensor, a_MO: Tensor, b_MI: Tensor, ends_E: Tensor, scale: float = 1.0) -> None:
     n_experts, n_outputs, n_inputs = out_EOI.shape
     few = len(a_MO) <= 32 * n_experts
     outputs, inputs, rows, n_warps = (64, 64, 32, 4) if few else (128, 128, 64, 8)
@@ -237,6 +237,7 @@ def add_grouped_matmul(out_EOI: Tensor, a_MO: Tensor, b_MI: Tensor, ends_E: Tens
         n_inputs,
         out_EOI.stride(0),
         out_EOI.stride(1),
+        scale,
         OUTPUTS=outputs,
         INPUTS=inputs,
         ROWS=rows,
@@ -245,7 +246,7 @@ def add_grouped_matmul(out_EOI: Tensor, a_MO: Tensor, b_MI: Tensor, ends_E: Tens
     )
 
 
-@kernel
+@kernel(do_not_specialize=["scale"])
 def _add_grouped_kernel(
     out_ptr,
     a_ptr,
@@ -255,6 +256,7 @@ def _add_grouped_kernel(
     n_inputs,
     expert_stride,
     output_stride,
+    scale,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -279,7 +281,7 @@ def _add_grouped_kernel(
         out_ptr + expert.to(tl.int64) * expert_stride + output.to(tl.int64)[:, None] * output_stride + column[None, :]
     )
     inside = real_output[:, None] & real_column[None, :]
-    tl.store(place, load_masked(place, inside) + total, mask=inside)
+    tl.store(place, load_masked(place, inside) + scale * total, mask=inside)
 
 
 def combine(
