@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from areno.kernels.elementwise.triton_gate import gate_heads, gate_heads_backward
 from areno.kernels.elementwise.triton_heads import qk_norm_rope, qk_norm_rope_backward
 from areno.kernels.symmetric_memory import SymmetricMemory
 from areno.layers.attention import Attend, PackedAttend
@@ -92,16 +93,20 @@ def mix_tokens_backward(
 
 
 def _attention(attention: Attention, x_ND: Tensor, angles: Angles, attend: Attend, split: bool, whole: bool) -> Forward:
-    both_NX = attention.qkv(x_ND, split)
-    qkv_NX, gate_NQ = attention.split_gate(both_NX)
+    qkv_NX = attention.qkv(x_ND, split)
     heads = qk_norm_and_rope(attention, qkv_NX, angles)
     if isinstance(attend, PackedAttend):
         out_NHC, saved = attend.forward(attention.as_layer, *heads)
     else:  # decoding has no backward pass
         out_NHC, saved = attend(attention.as_layer, *heads), ()
-    del heads, qkv_NX
-    out_ND = attention.out(attention.gate(out_NHC.flatten(-2), gate_NQ), split, whole)
-    return out_ND, both_NX, (out_NHC, *saved)
+    del heads
+    return attention.out(_gate(attention, out_NHC, qkv_NX), split, whole), qkv_NX, (out_NHC, *saved)
+
+
+def _gate(attention: Attention, out_NHC: Tensor, qkv_NX: Tensor) -> Tensor:
+    """Return the output of attention, (N, Q), times the sigmoid of its gates, if there are any."""
+    out_NQ = out_NHC.flatten(-2)
+    return gate_heads(out_NQ, qkv_NX, attention.head_dim) if attention.gated else out_NQ
 
 
 def _attention_backward(
@@ -114,29 +119,31 @@ def _attention_backward(
 ) -> Tensor:
     """Return the gradient with respect to the output of the qkv projection. `recompute()` returns that output."""
     out_NHC, *saved = needed
-    grad_gate_NQ, grad_h_NR = None, attention.out.inner_gradient(grad_ND)
+    out_NQ, grad_h_NR = out_NHC.flatten(-2), attention.out.inner_gradient(grad_ND)
+    grad_gated_NX = None
     if attention.gated:
-        qkv_NX, gate_NQ = attention.split_gate(recompute())
-        assert gate_NQ is not None
-        sigmoid_NQ, out_NQ = gate_NQ.float().sigmoid(), out_NHC.flatten(-2)
-        attention.out.accumulate_grad(grad_ND, attention.gate(out_NQ, gate_NQ), grad_h_NR)
-        grad_gated_NQ = attention.out.input_gradient(grad_ND, grad_h_NR).float()
-        grad_gate_NQ = (grad_gated_NQ * out_NQ * sigmoid_NQ * (1 - sigmoid_NQ)).to(gate_NQ.dtype)
-        grad_out_NHC = (grad_gated_NQ * sigmoid_NQ).to(out_NHC.dtype).view(out_NHC.shape)
-    else:
-        attention.out.accumulate_grad(grad_ND, out_NHC.flatten(-2), grad_h_NR)
-        grad_out_NHC = attention.out.input_gradient(grad_ND, grad_h_NR).view(out_NHC.shape)
         qkv_NX = recompute()
+        grad_gated_NX = torch.empty_like(qkv_NX, memory_format=torch.contiguous_format)
+        grad_out_NQ, gated_NQ = gate_heads_backward(
+            attention.out.input_gradient(grad_ND, grad_h_NR), out_NQ, qkv_NX, grad_gated_NX, attention.head_dim
+        )
+        attention.out.accumulate_grad(grad_ND, gated_NQ, grad_h_NR)
+        del gated_NQ
+    else:
+        attention.out.accumulate_grad(grad_ND, out_NQ, grad_h_NR)
+        grad_out_NQ = attention.out.input_gradient(grad_ND, grad_h_NR)
+        qkv_NX = recompute()
+    grad_out_NHC = grad_out_NQ.view(out_NHC.shape)
     heads = qk_norm_and_rope(attention, qkv_NX, angles)
     grad_q, grad_k, grad_v = attend.backward(attention.as_layer, grad_out_NHC, *heads, out_NHC, saved)
     del heads
     grad_qkv_NX, grad_q_weight, grad_k_weight = qk_norm_rope_backward(
-        grad_q, grad_k, grad_v, qkv_NX, *angles, *_head_norms(attention)
+        grad_q, grad_k, grad_v, qkv_NX, *angles, *_head_norms(attention), grad_gated_NX
     )
     for norm, grad_C in ((attention.q_norm, grad_q_weight), (attention.k_norm, grad_k_weight)):
         if isinstance(norm, RMSNorm) and grad_C is not None:
             norm.accumulate_grad(grad_C)
-    return attention.join_gate_gradient(attention.norm_all_heads_backward(grad_qkv_NX, qkv_NX), grad_gate_NQ)
+    return attention.norm_all_heads_backward(grad_qkv_NX, qkv_NX)
 
 
 def qk_norm_and_rope(attention: Attention, qkv_NX: Tensor, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
@@ -149,7 +156,7 @@ def qk_norm_and_rope(attention: Attention, qkv_NX: Tensor, angles: Angles) -> tu
     q_weight, k_weight, eps, plus_one = _head_norms(attention)
     sizes = q_size // dim, kv_size // dim, dim
     given = attention.norm_all_heads(qkv_NX), *angles, q_weight, k_weight, eps, *sizes
-    return qk_norm_rope(*given, plus_one, attention.fp8_kv)
+    return qk_norm_rope(*given, plus_one, attention.fp8_kv, attention.gated)
 
 
 def _head_norms(attention: Attention) -> tuple[Tensor | None, Tensor | None, float, bool]:
@@ -318,11 +325,11 @@ def _mixed_output(layer: Layer, stream_ND: Tensor, mixer: Sequence[Tensor]) -> T
     if layer.attention is None:
         assert layer.delta is not None
         return layer.delta.out(mixer[0])
-    attention, gate_NQ = layer.attention, None
+    attention, qkv_NX = layer.attention, stream_ND
     if attention.gated:
         _, normed_ND = _add_norm(layer.input_norm, stream_ND, None, layer.dtype)
-        gate_NQ = attention.split_gate(attention.qkv(normed_ND))[1]
-    return attention.out(attention.gate(mixer[0].flatten(-2), gate_NQ))
+        qkv_NX = attention.qkv(normed_ND)
+    return attention.out(_gate(attention, mixer[0], qkv_NX))
 
 
 class _FusedNorm(torch.autograd.Function):

@@ -59,6 +59,7 @@ class Attention(nn.Module):
             self.layout["sinks"] = (TensorPart((config.num_heads,), dim=0, start=spec.tp.rank * local, size=local),)
         self.q_norm = self.k_norm = None
         if config.qk_norm_whole:
+            assert not self.gated, "fused layers lack the norm of all heads together with gates"
             self.q_norm = ShardedRMSNorm(q_size, config.rms_norm_eps, spec)
             self.k_norm = ShardedRMSNorm(kv_size, config.rms_norm_eps, spec)
         elif config.qk_norm:
@@ -97,14 +98,6 @@ class Attention(nn.Module):
         both_NQ2, keys_values = qkv_NX.tensor_split((2 * self.sizes[0],), dim=-1)
         q_NHC, gate_NHC = both_NQ2.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
         return torch.cat((q_NHC.flatten(-2), keys_values), dim=-1), gate_NHC.flatten(-2)
-
-    def join_gate_gradient(self, grad_NX: Tensor, grad_gate_NQ: Tensor | None) -> Tensor:
-        """Return the gradient with respect to the input of `split_gate`."""
-        if grad_gate_NQ is None:
-            return grad_NX
-        grad_q_NQ, keys_values = grad_NX.tensor_split((self.sizes[0],), dim=-1)
-        both = [each.unflatten(-1, (-1, self.head_dim)) for each in (grad_q_NQ, grad_gate_NQ)]
-        return torch.cat((torch.cat(both, dim=-1).flatten(-2), keys_values), dim=-1)
 
     @staticmethod
     def gate(out_NQ: Tensor, gate_NQ: Tensor | None) -> Tensor:

@@ -109,7 +109,7 @@ def test_small_kernels_and_products_of_few_rows_wait_before_they_touch_anything(
         {**dict.fromkeys(["qkv_ptr", "q_ptr", "k_ptr"], "bf16"), "cos_ptr": "fp32", "sin_ptr": "fp32"},
         ("qkv_stride",),
         {"q_weight_ptr": None, "k_weight_ptr": None, "eps": 1e-6, "HEADS": 2, "KV_HEADS": 1, "HALF": 8}
-        | {"HEADS_BLOCK": 4, "HALF_BLOCK": 8, "PLUS_ONE": False, "PDL": True},
+        | {"HEADS_BLOCK": 4, "HALF_BLOCK": 8, "PLUS_ONE": False, "GATED": False, "PDL": True},
     )
     assert not before
     assert re.fullmatch(r"let wait( read)+( write)+", order)

@@ -2,7 +2,8 @@
 """RMS norm and rotary embedding of each query and key head, and rounding of keys and values, as one Triton kernel.
 
 The plain forms are in `areno/layers/norm.py` and `areno/layers/rotary.py`. X = (H + 2 K) C: queries, keys and values of
-all heads, side by side. Cosines and sines are float32, for half the head dimension.
+all heads, side by side. If `gated`, each query has its gate behind it, which is not read: X = (2 H + 2 K) C. Cosines
+and sines are float32, for half the head dimension.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ def qk_norm_rope(
     head_dim: int,
     plus_one: bool = False,
     fp8_kv: bool = False,
+    gated: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return rotated q (N, H, C) and k (N, K, C), and v, a view of `qkv_NX`. A weight of None means no norm.
 
@@ -40,7 +42,7 @@ def qk_norm_rope(
     n = qkv_NX.shape[0]
     q_NHC = qkv_NX.new_empty((n, n_heads, head_dim))
     k_NKC = qkv_NX.new_empty((n, n_kv_heads, head_dim))
-    v_NKC = qkv_NX[:, (n_heads + n_kv_heads) * head_dim :].unflatten(-1, (n_kv_heads, head_dim))
+    v_NKC = qkv_NX[:, -n_kv_heads * head_dim :].unflatten(-1, (n_kv_heads, head_dim))
     if fp8_kv:
         v_NKC = torch.empty_like(k_NKC)
     if n:
@@ -57,6 +59,7 @@ def qk_norm_rope(
             eps,
             **_sizes(n_heads, n_kv_heads, head_dim),
             PLUS_ONE=plus_one,
+            GATED=gated,
             num_warps=4,
             **jit.pdl_options(qkv_NX.device),
         )
@@ -74,11 +77,17 @@ def qk_norm_rope_backward(
     k_weight_C: Tensor | None,
     eps: float,
     plus_one: bool = False,
+    grad_gated_NX: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of qkv and of both norms' weights ((C,) float32 each, or None without norms)."""
+    """Return the gradients of qkv and of both norms' weights ((C,) float32 each, or None without norms).
+
+    If gated, `grad_gated_NX` receives the gradient of qkv, and has that of the gates already.
+    """
     n, n_heads, head_dim = grad_q_NHC.shape
     n_kv_heads = grad_k_NKC.shape[1]
-    grad_qkv_NX = torch.empty_like(qkv_NX, memory_format=torch.contiguous_format)
+    grad_qkv_NX = grad_gated_NX
+    if grad_qkv_NX is None:
+        grad_qkv_NX = torch.empty_like(qkv_NX, memory_format=torch.contiguous_format)
     has_norm = q_weight_C is not None
     # With fewer programs there are fewer partial sums to add, but several for each multiprocessor hide load latency.
     n_programs = max(1, min(n, QK_PROGRAMS * n_multiprocessors(qkv_NX.device)))
@@ -100,6 +109,7 @@ def qk_norm_rope_backward(
             eps,
             **_sizes(n_heads, n_kv_heads, head_dim),
             PLUS_ONE=plus_one,
+            GATED=grad_gated_NX is not None,
             num_warps=QK_WARPS,
         )
     if not has_norm:
@@ -139,6 +149,7 @@ def _qk_norm_rope_kernel(
     KV_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     PLUS_ONE: tl.constexpr,
+    GATED: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
     if PDL:
@@ -149,7 +160,8 @@ def _qk_norm_rope_kernel(
     is_q = head < HEADS
     is_k = (head >= HEADS) & (head < HEADS + KV_HEADS)
     inside = (head < HEADS + KV_HEADS) & (half < HALF)
-    place = qkv_ptr + row * qkv_stride + head * (2 * HALF) + half
+    GATES: tl.constexpr = HEADS * GATED
+    place = qkv_ptr + row * qkv_stride + (head + tl.minimum(head, GATES)) * (2 * HALF) + half
     if PDL:
         jit.wait_for_previous()
     a = load_fp32(place, inside)
@@ -170,7 +182,7 @@ def _qk_norm_rope_kernel(
         second = tl.where(is_k, rounded_second.to(second.dtype), second)
         kv_head = tl.arange(0, KV_BLOCK)[:, None]
         kv_inside = (kv_head < KV_HEADS) & (half < HALF)
-        v_place = qkv_ptr + row * qkv_stride + (HEADS + KV_HEADS + kv_head) * (2 * HALF) + half
+        v_place = qkv_ptr + row * qkv_stride + (GATES + HEADS + KV_HEADS + kv_head) * (2 * HALF) + half
         a, b = round_halves_to_fp8(load_fp32(v_place, kv_inside), load_fp32(v_place + HALF, kv_inside))
         v_place = v_ptr + row * (KV_HEADS * 2 * HALF) + kv_head * (2 * HALF) + half
         tl.store(v_place, a, mask=kv_inside)
@@ -215,6 +227,7 @@ def _qk_norm_rope_backward_kernel(
     KV_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     PLUS_ONE: tl.constexpr,
+    GATED: tl.constexpr,
 ):
     """In program i of P, compute tokens i, i + P, ..., and partial sums of the norm weights' gradients."""
     head = tl.arange(0, HEADS_BLOCK)[:, None]
@@ -226,6 +239,8 @@ def _qk_norm_rope_backward_kernel(
     kv_head = tl.arange(0, KV_BLOCK)[:, None]
     kv_inside = (kv_head < KV_HEADS) & real
     C: tl.constexpr = 2 * HALF
+    GATES: tl.constexpr = HEADS * GATED
+    column_of_head = (head + tl.minimum(head, GATES)) * C + half
     sum_a = tl.zeros([HEADS_BLOCK, HALF_BLOCK], tl.float32)
     sum_b = tl.zeros([HEADS_BLOCK, HALF_BLOCK], tl.float32)
     if q_weight_ptr is not None:
@@ -245,7 +260,7 @@ def _qk_norm_rope_backward_kernel(
         a_grad = first * cos + second * sin
         b_grad = second * cos - first * sin
         if q_weight_ptr is not None:
-            place = qkv_ptr + row * qkv_stride + head * C + half
+            place = qkv_ptr + row * qkv_stride + column_of_head
             a = load_fp32(place, inside)
             b = load_fp32(place + HALF, inside)
             scale = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / C + eps)[:, None]
@@ -258,11 +273,11 @@ def _qk_norm_rope_backward_kernel(
             along = ((tl.sum(a_grad * a, axis=1) + tl.sum(b_grad * b, axis=1)) / C)[:, None]
             a_grad = scale * (a_grad - a * along)
             b_grad = scale * (b_grad - b * along)
-        out_row = out_ptr + row * ((HEADS + 2 * KV_HEADS) * C)
-        tl.store(out_row + head * C + half, a_grad, mask=inside)
-        tl.store(out_row + head * C + HALF + half, b_grad, mask=inside)
+        out_row = out_ptr + row * ((GATES + HEADS + 2 * KV_HEADS) * C)
+        tl.store(out_row + column_of_head, a_grad, mask=inside)
+        tl.store(out_row + column_of_head + HALF, b_grad, mask=inside)
         v_place = grad_v_ptr + row * (KV_HEADS * C) + kv_head * C + half
-        v_out = out_row + (HEADS + KV_HEADS + kv_head) * C + half
+        v_out = out_row + (GATES + HEADS + KV_HEADS + kv_head) * C + half
         tl.store(v_out, load_masked(v_place, kv_inside), mask=kv_inside)
         tl.store(v_out + HALF, load_masked(v_place + HALF, kv_inside), mask=kv_inside)
     if q_weight_ptr is not None:

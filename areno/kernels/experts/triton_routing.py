@@ -1,4 +1,4 @@
-# pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
 """Routing as Triton kernels: from router logits to experts, and from experts to copies sorted by expert.
 
 torch would launch some twenty small kernels in each layer of a decoding step.
@@ -179,7 +179,7 @@ def expert_load(
     n_experts = logits_NX.shape[1]
     n_parts = max(1, triton.cdiv(n_tokens, _TOKENS * _TILES))
     sums = torch.empty((n_parts, 2 * n_experts + 2), dtype=torch.float32, device=logits_NX.device)
-    _load_kernel[(n_parts,)](
+    _expert_load_kernel[(n_parts,)](
         logits_NX.contiguous(),
         chosen_Nk.contiguous(),
         own_Nk if own_Nk is None else own_Nk.contiguous(),
@@ -199,7 +199,7 @@ def expert_load(
 
 
 @kernel(do_not_specialize=["n_tokens"])
-def _load_kernel(
+def _expert_load_kernel(
     logits_ptr,
     chosen_ptr,
     own_ptr,
