@@ -76,8 +76,8 @@ class FP8ModelConfig(Section):
     fp8_config: FP8Config | None = setting(
         None,
         help="Compute linear layers in FP8, in rollout, training and reference. With use_lora, their frozen weights "
-        "are kept in 8 bits only. mode=e4m3 needs compute capability 8.9, or a CPU, which emulates FP8. null: compute "
-        "in dtype",
+        "are kept in 8 bits only. mode=e4m3 needs compute capability 8.9 or more, or a CPU, which emulates FP8. null: "
+        "compute in dtype",
         read_by_rollout=True,
     )
 

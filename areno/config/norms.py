@@ -33,7 +33,7 @@ class NormConfig(Section):
     )
     std_unbiased: bool = setting(
         False,
-        help="Divide the variance by n - 1 instead of n",
+        help="Variance with n - 1 in place of n",
         only_with=_DEVIATION,
     )
     eps: float = setting(

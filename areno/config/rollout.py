@@ -222,7 +222,7 @@ class DecoderConfig(Section):
     )
     mem_fraction: float = setting(
         0.6,
-        help="Share of the memory that is free after loading the models for the KV cache (CUDA)",
+        help="The KV cache gets this share of the memory that is free after the models are loaded (CUDA)",
         gt=0,
         lt=1,
         on_resume=SPEED_AND_ORDER,
@@ -342,8 +342,9 @@ class TuneConfig(Section):
         False,
         help="Before a new run loads its models, choose those of rollout.max_concurrent_rollouts, "
         "rollout.drop_rollout_state, actor.gradient_checkpointing and actor.mb_spec that you have not set, and "
-        "train_dataset.batch_size, which changes what is learned. The best plans are tried with random weights and "
-        "made-up rows; after the first, no trial begins that would end later than 90 s after the start",
+        "train_dataset.batch_size if you have not set it, which changes what is learned. The best plans are tried with "
+        "random weights and made-up rows; after the first, no trial begins that would end later than 90 s after the "
+        "start",
         flag="--tune-params",
     )
     mem_frac: float = setting(

@@ -18,6 +18,7 @@ BASELINE = "grpo"
 CLAIM_SEEDS = 5  # of both algorithms, before one is said to be better
 _MEAN_OF = 5  # steps
 _DIVERGES = 4  # times the typical standard deviation
+_MANY = 8  # algorithms, for a median of their variances
 
 
 @dataclass(frozen=True)
@@ -141,23 +142,22 @@ def difference_text(values: Sequence[float]) -> str:
     return f"{statistics.fmean(values):+.3f} ± {half:.3f}"
 
 
-def typical_deviation(groups: Iterable[Sequence[float]]) -> tuple[float, int]:
-    """Return the typical standard deviation within groups, and its degrees of freedom.
-
-    It follows from the median of the variances, so that a few groups whose values diverge do not raise it. (nan, 0) if
-    no group has two values.
-    """
-    variances, freedom = [], 0
-    for values in groups:
-        if (free := len(values) - 1) > 0:
-            median = (1 - 2 / (9 * free)) ** 3  # of chi squared, divided by its degrees of freedom
-            variances.append(statistics.variance(values) / median)
-            freedom += free
-    return (math.sqrt(statistics.median(variances)), freedom) if freedom else (math.nan, 0)
-
-
 def _typical_deviation(groups: Groups) -> tuple[float, int]:
-    return typical_deviation([one.solve_rate for one in results] for results in groups.values())
+    """Return the typical standard deviation of solve rates within algorithms, and its degrees of freedom.
+
+    With many algorithms it follows from the median of the variances, so that a few whose seeds diverge do not raise it.
+    (nan, 0) if no algorithm has two seeds.
+    """
+    rates = [[one.solve_rate for one in results] for results in groups.values() if len(results) > 1]
+    freedom = sum(len(values) - 1 for values in rates)
+    if not rates:
+        return math.nan, 0
+    if len(rates) < _MANY:
+        squares = sum(statistics.variance(values) * (len(values) - 1) for values in rates)
+        return math.sqrt(squares / freedom), freedom
+    # The median of chi squared, divided by its degrees of freedom, is about (1 - 2 / (9 n)) ** 3.
+    variances = [statistics.variance(values) / (1 - 2 / (9 * (len(values) - 1))) ** 3 for values in rates]
+    return math.sqrt(statistics.median(variances)), freedom
 
 
 def resolution(groups: Groups) -> float:
