@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from areno.data import messages
+from areno.server import messages as server_messages
 from tests.helpers.checked import data_file, red
 from tests.helpers.checked_rows import dpo, gspo, sft
 from tests.helpers.tokenizers import load_tokenizer
@@ -62,6 +64,24 @@ def test_calls_of_tools_that_stand_in_texts_are_found(form: str, tmp_path: Path)
     asked = [{"role": "system", "content": 'Answer with {"name": ..., "arguments": ...} to call a tool.'}]
     described = [{"messages": [*asked, *row["messages"]]} for row in rows]
     assert not red(sft(tmp_path / "described", rows=described))
+
+
+@pytest.mark.parametrize("form", [{}, {"ensure_ascii": False, "separators": (",", ":")}])
+def test_arguments_of_calls_are_json_text_as_in_the_api(
+    form: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def call(n: int) -> dict[str, Any]:
+        return {"name": "add", "arguments": json.dumps({"text": f"trè{n}", "n": n}, **form)}
+
+    asked = [{"role": "user", "content": "Thank you."}, {"role": "assistant", "content": "You are welcome."}]
+    rows = [called(n, {"content": "", "tool_calls": [{"type": "function", "function": call(n)}]}) for n in range(40)]
+    rows = [{**row, "messages": row["messages"] + asked} for row in rows]
+    assert not red(sft(tmp_path / "twin", rows=rows))
+    for module in (messages, server_messages):
+        monkeypatch.setattr(module, "decoded_arguments", lambda arguments: arguments)
+    [found] = [each for each in sft(tmp_path / "faulty", rows=rows) if each.name == "serving"]
+    assert "prompts of 40 of 40 rows" in found.line
+    assert [str(each).split(": transformers: ")[0] for each in found.details] == ["row 0", "row 1", "row 2"]
 
 
 @pytest.mark.parametrize("end", ["So it is #### {}", "So it is \\boxed{{{}}}.", "So it is {}."])

@@ -10,7 +10,7 @@ import numpy as np
 
 from areno.checks.inputs.encoded_rows import EncodedRow
 from areno.checks.inputs.findings import Finding, NotChecked, green, red
-from areno.checks.inputs.subject import Dataset, Subject
+from areno.checks.inputs.subject import Subject
 from areno.checks.inputs.talks import answers_of, markers_of, rendered, squeezed, without_think_tags
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.data.messages import with_template_variables
@@ -106,21 +106,17 @@ def serving(subject: Subject) -> Iterator[Finding]:
     if subject.kind == "prm":
         raise NotChecked("a process reward model is not served")
     for dataset in subject.training_rows:
-        faults, n_rows = list[str](), 0
-        for row in subject.sample_of(dataset, _CHECKED):
-            if row.item is None:
-                continue
-            n_rows += 1
-            for fault in _serving_faults(subject, dataset, row):
-                faults.append(f"row {row.index}: {fault}")
+        rows = [row for row in subject.sample_of(dataset, _CHECKED) if row.item is not None]
+        first = [(row.index, next(_serving_faults(subject, row), None)) for row in rows]
+        faults, n_rows = [f"row {index}: {fault}" for index, fault in first if fault is not None], len(rows)
         if faults:
-            text = f"{dataset.key}: {len(faults)} prompts of {n_rows} rows have other tokens than in serving"
+            text = f"{dataset.key}: prompts of {len(faults)} of {n_rows} rows have other tokens than in serving"
             yield red("serving", text, faults[:_SHOWN])
         else:
             yield green("serving", f"{dataset.key}: the prompts of {n_rows} rows have the tokens that the server makes")
 
 
-def _serving_faults(subject: Subject, dataset: Dataset, row: EncodedRow) -> Iterator[str]:
+def _serving_faults(subject: Subject, row: EncodedRow) -> Iterator[str]:
     tokenizer = with_template_variables(subject.tokenizer, template_variables(row.row))
     marks = list(map(squeezed, markers_of(subject.tokenizer)))
     for messages, tools, tokens in _prompts(subject, row):

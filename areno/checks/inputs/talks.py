@@ -111,16 +111,35 @@ def contains(text: str, words: str) -> bool:
 def rendered(tokenizer: Any, messages: Sequence[Message], tools: Any, opened: bool, **variables: Any) -> str | None:
     """Return what the chat template writes, None if it refuses the messages.
 
-    Some templates read contents only as lists of parts. They get such lists.
+    Arguments of tool calls may be JSON text, as in OpenAI's API. Servers parse it for the template, and so does this.
+    Some templates take only text there, and some read contents only as lists of parts. They get such messages.
     """
     how = {"tools": tools, "tokenize": False, "add_generation_prompt": opened, **variables}
-    text = _applied(tokenizer, list(messages), how)
+    messages = [_with_arguments(message, as_text=False) for message in messages]
+    text = _applied(tokenizer, messages, how)
+    if text is None and any(message.get("tool_calls") for message in messages):
+        messages = [_with_arguments(message, as_text=True) for message in messages]
+        text = _applied(tokenizer, messages, how)
     first = next((text_of(message).strip() for message in messages if message.get("role") == "user"), "")
     if text is None or (first and first not in text):
         parts = [{**each, "content": [{"type": "text", "text": text_of(each)}]} for each in messages]
         other = _applied(tokenizer, parts, how)
         return other if other is not None and first in other else text
     return text
+
+
+def _with_arguments(message: Message, as_text: bool) -> Message:
+    """Return a message in which the arguments of tool calls are objects, or their JSON text."""
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") or call
+        given = function.get("arguments")
+        found = _parsed(given)
+        if isinstance(found, Mapping):
+            given = json.dumps(found, ensure_ascii=False) if as_text else found
+        function = {**function, "arguments": given} if "arguments" in function else function
+        calls.append({**call, "function": function} if "function" in call else function)
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _applied(tokenizer: Any, messages: list[Message], how: Mapping[str, Any]) -> str | None:
