@@ -159,6 +159,12 @@ def test_the_readme_links_each_page() -> None:
     assert [page for page in pages if f"(docs/{page})" not in text] == ["index.md", "reference/sdk.md"]
 
 
+def test_no_reward_of_the_pages_looks_for_the_answer_anywhere_in_a_text() -> None:
+    """A list of all answers would be right, as `reward-wrong` says."""
+    for page in PAGES:
+        assert not re.findall(r"float\(.* in [\w.]+\)+$", page.read_text(encoding="utf-8"), re.MULTILINE), page
+
+
 def test_asynchronous_rollout_is_found_by_the_words_of_other_tools() -> None:
     page = (ROOT / "docs/rollout_ahead.md").read_text(encoding="utf-8").lower()
     assert all(word in page for word in ("asynchronous", "off-policy", "partial rollout", "staleness"))
