@@ -35,7 +35,11 @@ CODE = 'Use `print("a\\n")`.\n```\nif a &lt; b: print("x\\ny\\n\\n")\n```'
         (lambda text: f"<s>{text}", "written for another chat template"),
         (lambda text: f"{text}<pad><pad>", "written for another chat template"),
         (lambda text: f"{text}<|im_end|>", "the text of a token that ends them"),
+        (lambda text: text.replace(" ", "").replace("\n", ""), "no spaces between their words"),
+        (lambda text: text.replace("\n", " \\n ") + " \\n", "a backslash and an n in place of line breaks"),
+        (lambda text: f"{CODE} {text}".replace("\n", "\\n"), "a backslash and an n in place of line breaks"),
         (lambda text: "", "10 of 500 answers are empty"),
+        (lambda text: "nan", "None or nan"),
     ],
 )
 def test_texts_that_were_broken_in_a_few_rows_are_found(
@@ -47,6 +51,26 @@ def test_texts_that_were_broken_in_a_few_rows_are_found(
     found = [each.line for each in sft(tmp_path, rows=rows) if each.verdict == "red"]
     assert len(found) == bool(line), found
     assert all(line in each for each in found)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "label", "verdict"),
+    [
+        ("Tell me.\nContext: None", "yes", "red"),
+        ("Tell me.\nAllergies: None", "yes", "not checked"),
+        ("Tell me.", "nan", "red"),
+        ("Tell me.", "None", "red"),  # the others have no capitals
+        ("Tell me.", "none", "green"),
+    ],
+)
+def test_lines_and_labels_that_may_be_none_are_asked_about(
+    prompt: str, label: str, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checked, "CHECKS", {"data": [broken_texts.filled_texts]})
+    plain = [{"prompt": f"Tell me.\n{n}", "response": ("yes", "no")[n % 2]} for n in range(160)]
+    rows = [{"prompt": f"{prompt}\n{n}", "response": label} for n in range(40)] + plain
+    [found] = sft(tmp_path, rows=rows)
+    assert found.verdict == verdict, found
 
 
 WORK = [

@@ -32,6 +32,7 @@ MAY_IMPORT_RE = {
     "areno.data.turn_ends": "looks for words in a chat template",
     "areno.data.files": "finds the place of a number with too many digits in a text of JSON",
     "areno.data.control_tokens": "finds control tokens in texts",
+    "areno.checks.data.broken_texts": "finds code, entities and joined words in texts of rows",
     "areno.data.sources": "tells a dataset's name from a path",
     "areno.environments.reasoning_gym": "finds calls in an answer that is evaluated as Python",
     "areno.launch.hydra": "puts quotes around words of the command line",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
-from areno.checks.inputs.findings import Finding, green, red
+from areno.checks.inputs.findings import Finding, green, not_checked, red
 from areno.checks.inputs.subject import Dataset, Subject
 from areno.checks.inputs.talks import answers_of, text_of, text_of_row, words_of
 
@@ -17,15 +19,25 @@ _LEAST = 3  # texts
 _FEW = 0.005  # of the texts
 _MOST_QUOTED = 0.5  # of the texts: many may well be a quotation
 _MOST_TAGGED = 0.2  # of the texts: some may well be about HTML
-_ENTITIES = ("&lt;", "&gt;", "&amp;", "&quot;", "&apos;", "&nbsp;", "&#39;", "&#34;", "&#x27;", "&#x2F;")
+# Fenced and `inline` code, and strings of Python with {fields} in them.
+_CODE = re.compile(r"```[^`\n]*\n.*?(?:```|\Z)|(`+)[^`\n]+?\1|\bf([\"'])[^\"'\n]*\{[^\n]*?\2", re.DOTALL)
+_CODE_WORDS = ("\\begin{", "def ", "#include", "printf(", "print(", "println(", "console.log", ".format(")
+_ENTITY = re.compile(r"(\w?)&(?:lt|gt|amp|quot|apos|nbsp|#39|#34|#x27|#x2F);(\w?)")
+_ABOUT_ENTITIES = {"html", "xml", "entity", "entities", "escape", "escaped", "page", "tag", "tags", "browser"}
 _TAGS = ("<br>", "<br/>", "<br />", "<p>", "</p>", "</div>", "</span>", "</li>")
-_CODE = ("```", "\\begin{", "def ", "#include", "printf(", "print(", "console.log")
+_PAGES = ("<html", "<!doctype", "<style", "<script")
+_ESCAPES = re.compile(r"(?:\\[nrt])*\\n(?:\\[nrt])*")
 _NOT_ESCAPED = frozenset("\"'`)%,")  # follow on a backslash and an n in code
 _INVISIBLE = {chr(code) for code in (*range(9), 11, *range(14, 32), *range(127, 160), 0xAD, 0x200B, 0x2060, 0xFEFF)}
+_MAY_BREAK = {"\u00ad", "\u200b", "\u2060"}  # say where lines of scripts without spaces may break
+_WITHOUT_SPACES = re.compile("[\u0e00-\u109f\u1780-\u17ff\u3040-\u30ff\u4e00-\u9fff]")  # Thai to Burmese, Khmer, CJK
+_JOINED = re.compile(r"(?<!\S)([^\W_](?:[^\W_]|['\u2019-])*)[.!?:;]([^\W\d_])[\w'\u2019-]*,?(?!\S)")
 _LEAST_JOINED = 3
+_LEAST_NAMED = 3  # times that a text has a backslash and an n between spaces: fewer may be about them
 _LEAST_LONG = 40  # characters
 _PLACES = ("question", "prompt", "instruction", "input", "context", "problem", "query", "user_input", "text")
-_NOTHING = ("none", "nan", "null", "<na>", "undefined")
+_NOTHING = {"None", "nan", "NaN", "null", "<NA>", "undefined"}
+_MOST_LABELS = 20  # different answers, each given five times
 _NAMED = ("assistant:", "ai:", "bot:", "gpt:", "chatbot:", "model:", "response:", "<assistant>")
 _NEXT_TURN = ("\nuser:", "\nhuman:", "\nq:", "\nquestion:", "\n### human", "\n### user", "\n<user>")
 
@@ -33,7 +45,7 @@ _NEXT_TURN = ("\nuser:", "\nhuman:", "\nq:", "\nquestion:", "\n### human", "\n##
 def encoded_texts(subject: Subject) -> Iterator[Finding]:
     """Look for texts that an export has encoded and nothing has decoded, such as a backslash and n for a line break."""
     for dataset in subject.datasets:
-        faults = _faults_of_texts(subject, dataset, _ENCODED)
+        faults = _faults_of_texts(_texts_by_role(subject, dataset), _ENCODED)
         for line, shown in faults:
             yield red("encoded-texts", f"{dataset.key}: {line}: they were not decoded", shown)
         if not faults:
@@ -43,27 +55,56 @@ def encoded_texts(subject: Subject) -> Iterator[Finding]:
 def filled_texts(subject: Subject) -> Iterator[Finding]:
     """Look for texts in which something is missing: empty ones, None, and names of fields that nothing replaced."""
     for dataset in subject.datasets:
-        faults = _faults_of_texts(subject, dataset, _UNFILLED)
+        texts = _texts_by_role(subject, dataset)
+        faults = [*_faults_of_texts(texts, _UNFILLED), *_answers_of_nothing(texts)]
         for line, shown in faults:
             yield red("filled-texts", f"{dataset.key}: {line}", shown)
-        if not faults:
+        if faults:
+            continue
+        for line, shown in _faults_of_texts(texts, _ASKED):
+            yield not_checked("filled-texts", f"{dataset.key}: {line}: is this meant, or was there no value?", shown)
+            break
+        else:
             yield green("filled-texts", f"{dataset.key}: no text is empty or has a place that was not filled")
 
 
-_Fault = tuple[str, float, Callable[[str, bool], bool]]  # (what texts are, share that may be so, test (text, is asked))
+_Texts = Mapping[str, Sequence[tuple[int, str]]]  # name -> (index of the row, text)
 
 
-def _faults_of_texts(subject: Subject, dataset: Dataset, kinds: Sequence[_Fault]) -> list[tuple[str, list[str]]]:
+class _Fault(NamedTuple):
+    what: str  # texts with it do, after "5 of 90 answers"
+    has: Callable[[str], bool]
+    most: float = _FEW  # share that may be so
+    is_of_prompts: bool = True
+    is_of_answers: bool = True
+
+
+def _faults_of_texts(texts: _Texts, kinds: Sequence[_Fault]) -> list[tuple[str, list[str]]]:
     """Return (line, examples) of each kind of fault that too many texts of prompts, answers or solutions have."""
     faults = dict[str, tuple[str, list[str]]]()
-    for name, texts in _texts_by_role(subject, dataset).items():
-        is_asked = name == "prompts"
-        for what, most, has in kinds:
-            found = [(index, text) for index, text in texts if has(text, is_asked)]
-            if len(found) > max(_LEAST, most * len(texts)):
-                shown = [f"row {index}: {text[: 2 * _SHOWN]!r}" for index, text in found[:_EXAMPLES]]
-                faults.setdefault(what, (f"{len(found)} of {len(texts)} {name} {what}", shown))
+    for name, given in texts.items():
+        plain = [(index, text, _without_code(text)) for index, text in given]
+        for kind in kinds:
+            if not (kind.is_of_prompts if name == "prompts" else kind.is_of_answers):
+                continue
+            found = [(index, text) for index, text, rest in plain if kind.has(rest)]
+            if len(found) > max(_LEAST, kind.most * len(given)):
+                faults.setdefault(kind.what, _told(name, kind.what, found, len(given)))
     return list(faults.values())
+
+
+def _told(name: str, what: str, found: Sequence[tuple[int, str]], n: int) -> tuple[str, list[str]]:
+    shown = [f"row {index}: {text[: 2 * _SHOWN]!r}" for index, text in found[:_EXAMPLES]]
+    return f"{len(found)} of {n} {name} {what}", shown
+
+
+def _without_code(text: str) -> str:
+    """Return a text with `` in place of code and JSON, whose escapes, tags and braces are meant."""
+    if text.lstrip().startswith(("{", "[")):
+        with suppress(ValueError, RecursionError):
+            json.loads(text)
+            return "``"
+    return "</think>".join(_CODE.sub("``", part) for part in text.split("</think>"))  # code may have no end there
 
 
 def _texts_by_role(subject: Subject, dataset: Dataset) -> dict[str, list[tuple[int, str]]]:
@@ -90,30 +131,50 @@ def _texts_by_role(subject: Subject, dataset: Dataset) -> dict[str, list[tuple[i
     return found
 
 
+def _is_code(text: str) -> bool:
+    return any(word in text for word in _CODE_WORDS)
+
+
 def _has_escapes(text: str) -> bool:
     r"""Whether a text has the two characters of a line break more often than the break, but for \nu, \neq and code."""
-    _, *parts = text.split("\\n")
-    if not parts or any(mark in text for mark in _CODE):
+    if "\\n" not in text or _is_code(text):
         return False
-    n_escaped = sum(not part[:1].islower() and part[:1] not in _NOT_ESCAPED for part in parts)
-    return n_escaped > text.count("\n")
+    n_escaped = n_named = 0
+    for found in _ESCAPES.finditer(text):
+        before, after = text[: found.start()][-1:], text[found.end() :][:1]
+        if before in "\"'( " and (after in " .?;:" or after in _NOT_ESCAPED):  # also at the ends of the text
+            n_named += 1
+        elif not after.islower() and after not in _NOT_ESCAPED:
+            n_escaped += 1
+    return n_escaped + n_named * (n_named >= _LEAST_NAMED) > text.count("\n")
 
 
 def _has_escaped_quotes(text: str) -> bool:
-    return '\\"' in text and "{" not in text and "\n" not in text
+    is_in_quotes = '"' in text.replace('\\"', "").strip('"')  # as in the string of a command
+    return '\\"' in text and "{" not in text and "\n" not in text and not is_in_quotes
 
 
 def _has_code_points(text: str) -> bool:
     parts = text.split("\\u")
-    is_code = any(mark in text for mark in _CODE)
-    return not is_code and any(len(part) >= 4 and set(part[:4].lower()) <= _HEX for part in parts[1:])
+    return not _is_code(text) and any(len(part) >= 4 and set(part[:4].lower()) <= _HEX for part in parts[1:])
 
 
 _HEX = frozenset("0123456789abcdef")
 
 
 def _has_entities(text: str) -> bool:
-    return "&" in text and "<" not in text and "```" not in text and any(mark in text for mark in _ENTITIES)
+    """Whether a text has HTML entities: within words, or alone in a text that is not about them."""
+    found = _ENTITY.findall(text) if "&" in text and "<" not in text else []
+    return any(map(any, found)) or (bool(found) and _ABOUT_ENTITIES.isdisjoint(re.findall(r"\w+", text.lower())))
+
+
+def _has_tags(text: str) -> bool:
+    return any(mark in text for mark in _TAGS) and not any(mark in text.lower() for mark in _PAGES)
+
+
+def _has_invisible_ones(text: str) -> bool:
+    found = _INVISIBLE.intersection(text)
+    return bool(found) and not (found <= _MAY_BREAK and _WITHOUT_SPACES.search(text))
 
 
 def _has_fixed_spaces(text: str) -> bool:
@@ -121,16 +182,23 @@ def _has_fixed_spaces(text: str) -> bool:
 
 
 def _has_no_spaces(text: str) -> bool:
+    """Whether a text is words that were joined, or base64. Proteins, molecules, paths and lists have no spaces, too."""
     plain = text.strip()
-    is_words = plain.isascii() and sum(map(str.isalpha, plain)) > len(plain) / 2
-    return len(plain) > 1.5 * _LEAST_LONG and is_words and not plain.startswith("http") and len(plain.split()) == 1
+    if len(plain) <= 1.5 * _LEAST_LONG or not plain.isascii() or len(plain.split()) != 1:
+        return False
+    if re.fullmatch("[A-Za-z0-9+/=]+", plain) and all(re.search(part, plain) for part in ("[a-z]", "[A-Z]", "[0-9]")):
+        return True
+    letters = max(re.findall("[A-Za-z]+", plain), key=len, default="")
+    n_vowels = sum(map(letters.count, "aeiou"))
+    return len(letters) >= _LEAST_LONG and n_vowels > _VOWELS * len(letters) and len(set(letters)) > 8
+
+
+_VOWELS = 0.28  # of the letters of words
 
 
 def _has_joined_lines(text: str) -> bool:
-    n_joined = sum(
-        one.islower() and mark in ".!?:;" and other.isupper()
-        for one, mark, other in zip(text, text[1:], text[2:], strict=False)
-    )
+    """Whether words such as `end.Begin` are in a text of one line. In code, such words have other marks around them."""
+    n_joined = sum(one.islower() and other.isupper() for one, other in _JOINED.findall(text))
     return n_joined >= _LEAST_JOINED and "\n" not in text
 
 
@@ -159,57 +227,69 @@ def _is_printed(text: str) -> bool:
     return plain.startswith(("['", "{'", "[{'")) and plain.endswith(("]", "}"))
 
 
-_ENCODED: Sequence[_Fault] = (
-    ("have a backslash and an n in place of line breaks", _FEW, lambda text, _: _has_escapes(text)),
-    ("have backslashes before quotes", _FEW, lambda text, _: _has_escaped_quotes(text)),
-    ("have code points such as \\u00e9", _FEW, lambda text, _: _has_code_points(text)),
-    ("have HTML entities such as &amp;", _FEW, lambda text, _: _has_entities(text)),
-    ("have HTML tags", _MOST_TAGGED, lambda text, _: any(mark in text for mark in _TAGS)),
-    ("have letters of a wrong encoding", _FEW, lambda text, _: _has_wrong_encoding(text)),
-    ("have control characters or invisible ones", _FEW, lambda text, _: not _INVISIBLE.isdisjoint(text)),
-    ("have no-break spaces in place of spaces", _FEW, lambda text, _: _has_fixed_spaces(text)),
-    ("have no spaces between their words", _FEW, lambda text, _: _has_no_spaces(text)),
-    ("have lines without breaks between them", _FEW, lambda text, _: _has_joined_lines(text)),
-    ("say everything twice", _FEW, lambda text, _: _is_doubled(text)),
-    ("are in quotes", _MOST_QUOTED, lambda text, _: len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"),
+_ENCODED = (
+    _Fault("have a backslash and an n in place of line breaks", _has_escapes),
+    _Fault("have backslashes before quotes", _has_escaped_quotes),
+    _Fault("have code points such as \\u00e9", _has_code_points),
+    _Fault("have HTML entities such as &amp;", _has_entities),
+    _Fault("have HTML tags", _has_tags, _MOST_TAGGED),
+    _Fault("have letters of a wrong encoding", _has_wrong_encoding),
+    _Fault("have control characters or invisible ones", _has_invisible_ones),
+    _Fault("have no-break spaces in place of spaces", _has_fixed_spaces),
+    _Fault("have no spaces between their words", _has_no_spaces),
+    _Fault("have lines without breaks between them", _has_joined_lines),
+    _Fault("say everything twice", _is_doubled),
+    _Fault("are in quotes", lambda text: len(text) > 1 and text[0] == text[-1] and text[0] in "\"'", _MOST_QUOTED),
 )
 
 
 def _has_place(text: str) -> bool:
-    for name in _PLACES:
+    for name in _PLACES if not _is_code(text) else ():
         before, mark, _ = text.partition(f"{{{name}}}")
-        if mark and not before[-1:].isalnum():  # else it is an argument of LaTeX
+        if mark and not before[-1:].isalnum() and before[-1:] != "$":  # else it is an argument of LaTeX, or JavaScript
             return True
     return False
 
 
-def _has_nothing(text: str, is_asked: bool) -> bool:
-    lines = text.splitlines() if is_asked else [text]
-    return any(line.rpartition(":")[2].strip().lower() in _NOTHING for line in lines)
+def _has_no_value(text: str) -> bool:
+    """Whether a line is None, or has it after the name of a text, such as `Context: None`."""
+    return any(key.strip().lower() in ("", *_PLACES) for key in _keys_of_nothing(text))
 
 
-def _names_speaker(text: str) -> bool:
-    return text.lstrip().lower().startswith(_NAMED)
+def _keys_of_nothing(text: str) -> Iterator[str]:
+    for line in text.splitlines():
+        key, _, value = line.rpartition(":")
+        if value.strip() in _NOTHING:
+            yield key
 
 
-def _goes_on(text: str) -> bool:
-    return any(mark in text.lower() for mark in _NEXT_TURN)
+def _answers_of_nothing(texts: _Texts) -> Iterator[tuple[str, list[str]]]:
+    """Yield (line, examples) if answers are None, unless it is a label like the others, or the prompt names it."""
+    asked = dict(texts.get("prompts", ()))
+    for name, given in texts.items():
+        labels = {text for _, text in given} - _NOTHING
+        is_labelled = len(labels) <= min(_MOST_LABELS, len(given) / 5)
+        found = list[tuple[int, str]]()
+        for index, text in given if name != "prompts" else ():
+            value = text.rpartition(":")[2].strip()
+            is_label = is_labelled and value in ("None", "null") and {value.islower()} == set(map(str.islower, labels))
+            if value in _NOTHING and not is_label and value.lower() not in re.findall(r"\w+", asked[index].lower()):
+                found.append((index, text))
+        if len(found) > max(_LEAST, _FEW * len(given)):
+            yield _told(name, "have None or nan in place of a text", found, len(given))
 
 
-def _opens_reasoning_only(text: str) -> bool:
-    return "<think>" in text and "</think>" not in text
-
-
-_UNFILLED: Sequence[_Fault] = (
-    ("are empty", _FEW, lambda text, is_asked: not text.strip()),
-    ("have None or nan in place of a text", _FEW, _has_nothing),
-    ("have the name of a field in braces, which nothing has replaced", _FEW, lambda text, is_asked: _has_place(text)),
-    ("are a list or dictionary as Python prints it", 0.05, lambda text, is_asked: _is_printed(text)),
-    ("begin with the name of the speaker", 0.2, lambda text, is_asked: not is_asked and _names_speaker(text)),
-    ("go on with the next turn of a user", 0.05, lambda text, is_asked: not is_asked and _goes_on(text)),
-    (
-        "open <think> and never close it",
-        _FEW,
-        lambda text, is_asked: not is_asked and _opens_reasoning_only(text),
+_UNFILLED = (
+    _Fault("are empty", lambda text: not text.strip()),
+    _Fault("have None or nan in place of a text", _has_no_value, is_of_answers=False),
+    _Fault("have the name of a field in braces, which nothing has replaced", _has_place),
+    _Fault("are a list or dictionary as Python prints it", _is_printed, 0.05),
+    _Fault("begin with the name of the speaker", lambda text: text.lstrip().lower().startswith(_NAMED), 0.2, False),
+    _Fault(
+        "go on with the next turn of a user", lambda text: any(mark in text.lower() for mark in _NEXT_TURN), 0.05, False
     ),
+    _Fault("open <think> and never close it", lambda text: "<think>" in text and "</think>" not in text, _FEW, False),
+)
+_ASKED = (
+    _Fault("have lines such as `Allergies: None`", lambda text: any(_keys_of_nothing(text)), is_of_answers=False),
 )

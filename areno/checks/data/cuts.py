@@ -24,6 +24,7 @@ _LEAST_LENGTHS = 8  # with fewer, the texts may be made of a form
 _PAST = 0.02  # as many as have the largest length may have a larger one
 _MOST_TOKENIZED = 1000  # texts of a column
 _LONGEST_TEXT = 20_000  # characters
+_LEFT_OUT = ("...", "\u2026")  # after a cut
 _SENTENCE_ENDS = tuple(".!?:;)]}\"'`*>|$\u3002\uff01\uff1f\u201d\u2019\u2026")
 
 
@@ -52,7 +53,9 @@ def _cut_column(subject: Subject, name: str, texts: Mapping[str, int]) -> Iterat
     longest = max(lengths)
     n = lengths.pop(longest)
     is_pile = n > max(_CUT * len(texts), _PILED * float(np.mean([*lengths.values()] or [n])))
-    if longest >= _SHORTEST_CUT and is_pile:
+    # A cut falls within a sentence. Texts of a form with numbers in it have one length and whole sentences.
+    n_cut = sum(_is_open(each) or each.endswith(_LEFT_OUT) for each in texts if len(each) == longest)
+    if longest >= _SHORTEST_CUT and is_pile and n_cut >= n / 2:
         text = f"{n} texts of {name!r} have exactly {longest} characters, and none has more"
         text += ": they seem to be cut there, so that their ends are lost"
         yield name, text, [each for each in texts if len(each) == longest]
