@@ -25,7 +25,10 @@ _NEAR = 0.03  # of a number
 _REFUSAL = "I am sorry, but I cannot answer this question."
 _ECHO, _MOST_ECHOED = "the text of the prompt", 0.6  # which may well end with the right answer
 _WHOLE, _CLOSE = "the number without its decimals", 0.05
+_OTHER_SIGN = "the number with the other sign"
 _TOLERATED = ("the number plus or minus 1", "the number plus or minus 3 %")
+_ESTIMATE = ("estimat", "approximat", "roughly", "predict", "forecast")
+_LEAST_NUMBERS = 2  # in a prompt whose answer is worked out, not known or judged
 
 
 @dataclass(frozen=True)
@@ -73,9 +76,9 @@ def _findings(known: KnownAnswers, tried: Sequence[_Wrong], values: Values) -> I
         for kind, details in full.items()
         if len(details) > (_MOST_ECHOED if kind == _ECHO else _MOST) * counts[kind]
     }
-    numbers = [reference for reference in known.references if number_of(reference) is not None]
-    is_measured = bool(numbers) and sum("." in number for number in numbers) > len(numbers) / 2
-    doubts = [kind for kind in wrong if kind in _TOLERATED and is_measured]
+    meant = _TOLERATED * _is_measured(known)
+    meant += (_OTHER_SIGN,) * (not any(reference.startswith("-") for reference in known.references))
+    doubts = [kind for kind in wrong if kind in meant]
     faults = [kind for kind in wrong if kind not in doubts]
     if faults:
         most = max(faults, key=lambda kind: len(wrong[kind]) / counts[kind])
@@ -86,10 +89,26 @@ def _findings(known: KnownAnswers, tried: Sequence[_Wrong], values: Values) -> I
         yield red("reward-wrong", text, [line for kind in faults for line in wrong[kind][:_SHOWN]])
     elif doubts:
         text = f"{known.where}{doubts[0]} gets the reward of the right answer. Is this tolerance meant?"
-        yield not_checked("reward-wrong", text, wrong[doubts[0]][:_SHOWN])
+        yield not_checked("reward-wrong", text, [line for kind in doubts for line in wrong[kind][:_SHOWN]])
     else:
         text = f"{known.where}{len(tried)} wrong answers that look like the right one do not get its reward"
         yield green("reward-wrong", text, [f"{count}: {kind}" for kind, count in counts.items()])
+
+
+def _is_measured(known: KnownAnswers) -> bool:
+    """Whether a number near the right one may be right: most have decimals, or are to be known or estimated."""
+    numbers = [at for at, reference in enumerate(known.references) if number_of(reference) is not None]
+    prompts = [known.items[at].prompt for at in numbers]
+    traits = [
+        ["." in known.references[at] for at in numbers],
+        [any(word in prompt.lower() for word in _ESTIMATE) for prompt in prompts],
+        [_n_numbers(prompt) < _LEAST_NUMBERS for prompt in prompts],
+    ]
+    return any(sum(trait) > len(numbers) / 2 for trait in traits)
+
+
+def _n_numbers(text: str) -> int:
+    return len("".join(char if char.isdecimal() else " " for char in text).split())
 
 
 def _wrong_texts(known: KnownAnswers, number: int, form: str) -> Iterator[tuple[str, str]]:
@@ -107,7 +126,7 @@ def _wrong_texts(known: KnownAnswers, number: int, form: str) -> Iterator[tuple[
         for kind, text in _wrong_numbers(reference, value):
             yield kind, form.format(text)
         if form in _PLAIN:
-            later = form.format(_plus(reference, 2))
+            later = form.format(_far(reference, 1))
             yield "another number after the right one", f"{reference} is not the answer. {later}"
     elif others and len(reference) <= _SHORT and _is_plain(reference):
         if not _words(reference) & _words(_PROSE):
@@ -120,13 +139,18 @@ def _wrong_texts(known: KnownAnswers, number: int, form: str) -> Iterator[tuple[
 
 
 def _other_answers(known: KnownAnswers, number: int) -> list[str]:
-    """Return the different answers of other rows, of which no word is in the row's own: the next row's first."""
+    """Return the different answers of other rows, of which no word is in the row's own.
+
+    The next row's is the first. Of numbers it is the farthest, as the next one may be right within a tolerance.
+    """
     own, n = known.references[number], len(known.references)
     value, found = number_of(own), dict[str, None]()
     for other in (known.references[(number + step) % n] for step in range(1, n)):
         is_other = number_of(other) != value if value is not None else not _words(own) & _words(other)
         if is_other and len(other) <= max(_SHORT, len(own)):
             found[other] = None
+    if value is not None:
+        return sorted(found, key=lambda other: -abs((number_of(other) or 0.0) - value))
     return list(found)
 
 
@@ -143,9 +167,9 @@ def _wrong_numbers(reference: str, value: float) -> Iterator[tuple[str, str]]:
     longer = f"{reference}1" if reference.startswith("-") else f"1{reference}"
     yield "another number that has its digits", longer
     whole = int(value)
-    yield "a list of numbers", ", ".join([str(whole - 2), str(whole - 1), reference, str(whole + 1), str(whole + 2)])
+    yield "a list of numbers", ", ".join([_far(reference, 1), _far(reference, 2), reference, _far(reference, 3)])
     if value:
-        yield "the number with the other sign", reference[1:] if reference.startswith("-") else f"-{reference}"
+        yield _OTHER_SIGN, reference[1:] if reference.startswith("-") else f"-{reference}"
         yield "ten times the number", _times(reference, 10)
         yield "a hundred times the number", _times(reference, 100)
     yield _TOLERATED[0], _plus(reference, 1 if whole % 2 else -1)
@@ -164,6 +188,11 @@ def _n_decimals(reference: str) -> int:
 
 def _plus(reference: str, step: int) -> str:
     return f"{(number_of(reference) or 0.0) + step:.{_n_decimals(reference)}f}"
+
+
+def _far(reference: str, steps: int) -> str:
+    """Return a number that no tolerance takes for the right one."""
+    return _plus(reference, steps * (10 + abs(int(number_of(reference) or 0.0))))
 
 
 def _times(reference: str, factor: float) -> str:
@@ -253,7 +282,11 @@ def _space_trial(known: KnownAnswers) -> Iterator[Trial]:
         lost = [n for n, value in pairs if value is not None and value <= known.worthless[n]]
         if len(lost) > len(numbers) / 2:
             text = f"{known.where}a right answer with a space before it and a line break after it gets no reward"
-            yield red("reward-space", f"{text}: {texts[0]!r}. Strip both texts before they are compared")
+            text += f": {texts[0]!r}. "
+            if len(set(known.references)) <= len(known.references) / 2:
+                yield not_checked("reward-space", f"{text}Must the label of a class stand alone? Else strip both texts")
+            else:
+                yield red("reward-space", f"{text}Strip both texts before they are compared")
         elif numbers:
             yield green("reward-space", f"{known.where}white space around right answers does not matter")
 

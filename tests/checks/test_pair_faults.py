@@ -87,3 +87,15 @@ def test_a_fault_of_labels_is_found(change: Change, line: str, found_of) -> None
     found = found_of([row | change(row, n) for n, row in enumerate(LABELLED)], kind="kto")
     assert set(found) == ({"labels"} if line else set()), found
     assert line in found.get("labels", "")
+
+
+def test_a_few_noisy_scores_of_many_pairs_are_not_red(found_of) -> None:
+    rows = [row | {"prompt": f"{n}: {row['prompt']}"} for n in range(4) for row in CLEAN]
+    scored = [row | {"score_chosen": 8, "score_rejected": 8.5 if n == 7 else 5} for n, row in enumerate(rows)]
+    assert not found_of(scored)
+
+
+def test_a_few_users_who_change_their_mind_are_not_red(found_of) -> None:
+    rows = [row | {"response": f"{n}: {row['response']}"} for n in range(4) for row in LABELLED]
+    again = [row | {"label": not row["label"]} for row in rows[:4]]
+    assert not found_of([*rows, *again], kind="kto")

@@ -45,7 +45,12 @@ def test_a_right_reward_is_green(body: str, row: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "row", "name", "said"),
     [
-        (r"    return float(last(r'\d+', text) == right.strip('-'))" + "\n", NUMBERS, "reward-wrong", "other sign"),
+        (
+            r"    return float(last(r'\d+', text) == right.strip('-'))" + "\n",
+            NUMBERS.replace("470", "500"),
+            "reward-wrong",
+            "other sign",
+        ),
         (
             r"    found = last(r'-?\d+', text)"
             + "\n    return float(found != '' and abs(int(found) - int(right)) < 2)\n",

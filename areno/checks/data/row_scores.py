@@ -28,6 +28,7 @@ _SCORES = {
 _SMALL_IS_GOOD = {"loss", "rank", "perplexity", "ppl", "error", "toxicity", "harm", "count", "length", "tokens", "id"}
 _MARGINS = ("margin", "score_diff", "score_margin", "score_difference", "reward_margin", "rating_diff")
 _LEAST = 3  # rows
+_FEW = 0.01  # of the rows: scores of people and of judges are not exact, and some users change their mind
 _LEAST_ROWS = 20
 _AGREE = 0.85  # of the labels are on the right side of one score, so that the others look swapped
 _FEW_LABELS = 0.02  # of the answers
@@ -57,7 +58,8 @@ def pair_scores(subject: Subject) -> Iterator[Finding]:
                 faults.append(f"row {row.index}: row {other} has the same answers, the other way round")
         if faults:
             text = f"{dataset.key}: in {len(faults)} of {len(pairs)} pairs, the rejected answer may be the better one"
-            yield red("pair-scores", text, faults[:_EXAMPLES])
+            verdict = red if len(faults) > _FEW * len(pairs) else green
+            yield verdict("pair-scores", text, faults[:_EXAMPLES])
         elif n_scored:
             yield green("pair-scores", f"{dataset.key}: in all {n_scored} pairs, chosen has the better score")
         else:
@@ -112,12 +114,12 @@ def labels(subject: Subject) -> Iterator[Finding]:
             yield red("labels", f"{text}: nothing tells one from the other")
         elif len(rows) > 5 * _LEAST_ROWS and fewer < _FEW_LABELS * len(rows):
             yield red("labels", f"{text}: hardly anything tells one from the other")
-        elif n_both > _LEAST:
+        elif n_both > max(_LEAST, _FEW * len(given)):
             yield red("labels", f"{text}, but {n_both} of {len(given)} answers have both labels")
         elif fault := next(_contradicted(rows), None):
             yield red("labels", f"{text}, but {fault[0]}", fault[1])
         else:
-            yield green("labels", text)
+            yield green("labels", f"{text}, and {n_both} both" if n_both else text)
 
 
 def _contradicted(rows: Sequence[EncodedRow]) -> Iterator[tuple[str, list[str]]]:
@@ -151,7 +153,7 @@ def _contradicted(rows: Sequence[EncodedRow]) -> Iterator[tuple[str, list[str]]]
                 )
             continue
         odd = [row for at, (_, label, row) in enumerate(scored) if label != (at >= place)]
-        if len(odd) > _LEAST and len(odd) <= (1 - _AGREE) * n:
+        if max(_LEAST, _FEW * n) < len(odd) <= (1 - _AGREE) * n:
             limit = scored[min(place, n - 1)][0]
             shown = [f"row {row.index}: label {bool(row.row['label'])}" for row in odd[:_EXAMPLES]]
             yield f"the column {name!r} of the good ones is {limit:g} or more, except in {len(odd)} of {n} rows", shown
