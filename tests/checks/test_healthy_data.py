@@ -76,6 +76,11 @@ HEALTHY: dict[str, list[Row]] = {
         {"prompt": f"Go on: {n}", "response": f"C{text}"} for n, text in enumerate(drawn("CCccccNO()=1", 90))
     ],
     "paths": rows_of("Where is {n}?", "src/library/something/interesting/another_folder/with/many/words/file_{n}.py"),
+    "users who write twice": [
+        {"messages": [*talk[:1], *([{"role": "user", "content": f"And {n}?"}] if n % 8 == 0 else []), *talk[1:]]}
+        for n, row in enumerate(rows_of("What is {n}?", "{said}"))
+        for talk in [[{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["response"]}]]
+    ],
     "Khmer": rows_of(
         "\u179f\u17bd\u179f\u17d2\u178f\u17b8\u200b\u1796\u17b7\u1797\u1796 {n}",
         "\u1794\u17b6\u1791\u200b\u1785\u17b6\u179f. {said}",

@@ -254,7 +254,8 @@ TURNS = [
         (lambda talk, n: [SYSTEM, *talk] if n % 2 else talk, ""),  # two kinds of rows
         (lambda talk, n: [SYSTEM, *talk] if n % 9 else talk, "in 7 of 60 rows, the system message is missing"),
         (lambda talk, n: [*talk[:3], SYSTEM, talk[3]], "in 60 of 60 rows, a system message is after"),
-        (lambda talk, n: [talk[0], *talk] if n % 6 == 0 else talk, "two messages of a user follow each other"),
+        (lambda talk, n: [talk[0], *talk] if n % 6 == 0 else talk, "a message of a user is there twice"),
+        (lambda talk, n: [talk[2], *talk] if n % 6 == 0 else talk, ""),
     ],
 )
 def test_messages_in_another_order_are_found(change, line, tmp_path, monkeypatch) -> None:
@@ -262,6 +263,27 @@ def test_messages_in_another_order_are_found(change, line, tmp_path, monkeypatch
     [found] = sft(tmp_path, rows=[{"messages": change(talk, n)} for n, talk in enumerate(TURNS)])
     assert found.verdict == ("red" if line else "green"), found
     assert line in found.line
+
+
+IS_AGAIN = "(message.role == 'user' and loop.{0}item is defined and loop.{0}item.role == 'user')"
+
+
+def test_users_who_speak_twice_are_found_if_the_template_joins_it(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(checked, "CHECKS", {"data": [turns.turn_order]})
+    rows = [{"messages": [talk[2], *talk] if n % 6 == 0 else talk} for n, talk in enumerate(TURNS)]
+    joins = (
+        (
+            "'<|im_start|>' + message.role + '\\n'",
+            f"('\\n\\n' if {IS_AGAIN.format('prev')} else '<|im_start|>' + message.role + '\\n')",
+        ),
+        (
+            "{{- '<|im_end|>\\n' -}}\n{%- endfor",
+            f"{{{{- '' if {IS_AGAIN.format('next')} else '<|im_end|>\\n' -}}}}\n{{%- endfor",
+        ),
+    )
+    [found] = sft(tmp_path, rows=rows, model=chat_model(tmp_path, *joins))
+    assert found.verdict == "red"
+    assert "two messages of a user follow each other, which the chat template joins" in found.line
 
 
 @pytest.mark.parametrize(("key", "line"), [(lambda row: len(row["response"]), "sorted by the length"), (None, "")])

@@ -27,7 +27,8 @@ _WRONG = {
     "swapped": "the assistant begins the conversation and the user ends it: the roles seem to be swapped",
     "asked": "no message of a user is before the first answer",
     "system": "a system message is after the messages of users or the assistant, and not at the beginning",
-    "twice": "two messages of a user follow each other, and in the others they do not",
+    "doubled": "a message of a user is there twice",
+    "twice": "two messages of a user follow each other, which the chat template joins",
     "missing": "the system message is missing that all others begin with",
 }
 _COMMON = 0.75  # of the conversations begin with one system message
@@ -46,8 +47,8 @@ def turn_order(subject: Subject) -> Iterator[Finding]:
         least = max(_LEAST, _MOST * len(rows))
         if (missing := _without_system([(index, talk) for index, talk, _ in talks])) is not None:
             faults["missing"] = missing
-        if len(faults.get("twice", ())) > _ALL * len(rows):
-            faults.pop("twice")  # it is meant
+        if len(faults.get("twice", ())) > _ALL * len(rows) or _keeps_users_apart(subject.tokenizer):
+            faults.pop("twice", None)  # it is meant, or as people write in a chat
         wrong = [name for name in _WRONG if len(faults.get(name, ())) > (_LEAST if name == "missing" else least)]
         for name in wrong:
             text = f"{dataset.key}: in {len(faults[name])} of {len(rows)} rows, {_WRONG[name]}"
@@ -143,7 +144,8 @@ def _faults(talk: Sequence[Mapping[str, Any]], trained: Sequence[Any]) -> Iterat
         if message.get("role") == "system" and before.get("role") in ("user", "assistant"):
             yield "system", text_of(message)
         if message.get("role") == "user" and before.get("role") == "user":
-            yield "twice", f"{text_of(before)[: _SHOWN // 2]} | {text_of(message)}"
+            name = "doubled" if text_of(before) == text_of(message) else "twice"
+            yield name, f"{text_of(before)[: _SHOWN // 2]} | {text_of(message)}"
         if message.get("role") == "assistant":
             said = text_of(message)
             if message in trained and (any(mark in said for mark in _RESULTS) or _is_result(before, said)):
@@ -153,6 +155,14 @@ def _faults(talk: Sequence[Mapping[str, Any]], trained: Sequence[Any]) -> Iterat
         before = message
     if trained and "user" not in roles and len(roles) > 1:
         yield "asked", text_of(talk[0])
+
+
+def _keeps_users_apart(tokenizer: Any) -> bool:
+    """Whether the chat template writes marks between two messages of a user."""
+    words = ("first areno question", "second areno question")
+    text = rendered(tokenizer, [{"role": "user", "content": word} for word in words], None, True) or ""
+    between = text.partition(words[0])[2].partition(words[1])
+    return bool(between[1] and between[0].strip())
 
 
 def _without_system(talks: Sequence[tuple[int, Sequence[Mapping[str, Any]]]]) -> dict[int, str] | None:
