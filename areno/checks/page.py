@@ -10,8 +10,10 @@ from areno.checks.inputs.findings import Detail, Finding, MarkedText
 _COLORS = {"green": "32", "red": "31", "not checked": "33"}
 _TRAINED = "\x1b[30;42m"
 _STAGES = (  # of findings about the two steps, which the steps compute one after another
-    ("training-rows", "loss-mask", "rollout-logprobs", "row-rewards"),
-    ("training-logprobs", "reference-logprobs", "critic-values", "teacher-logprobs", "reference-point"),
+    ("training-rows", "loss-mask", "row-rewards"),
+    # The rollout and the passes over its tokens compute theirs each on their own.
+    ("rollout-logprobs", "training-logprobs", "reference-logprobs", "critic-values", "teacher-logprobs"),
+    ("reference-point",),
     ("advantages", "returns"),
     ("loss-formula", "equal-rewards"),
     ("off-policy-loss", "first-ratio", "old-logprobs"),

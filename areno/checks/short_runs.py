@@ -15,7 +15,7 @@ from areno.api.trainer import Trainer
 from areno.checks.inputs import varied_reward
 from areno.checks.inputs.findings import Finding, NotChecked, green, not_checked, red
 from areno.checks.inputs.subject import Subject
-from areno.checks.steps.two_steps import given_rows, short_rows
+from areno.checks.steps.two_steps import given_rows, refused_short_run, short_rows, shorter_samples
 from areno.config.policy_experiments import (
     CriticExperimentConfig,
     PairedPolicyExperimentConfig,
@@ -154,10 +154,10 @@ def _short_config(subject: Subject) -> Any:
     changes |= given_rows("train_dataset")
     changes |= {"recover": {"mode": "auto", "freq_steps": _STEPS // 2, "freq_secs": None, "freq_epochs": None}}
     if isinstance(config, PolicyExperimentConfig):
-        n_samples, n_tokens = min(_SAMPLES, config.gconfig.n_samples), min(_TOKENS, config.gconfig.max_new_tokens)
+        n_samples = min(_SAMPLES, config.gconfig.n_samples)
         if isinstance(config, PairedPolicyExperimentConfig):
             n_samples = max(n_samples, 2 * config.pairs_per_prompt)
-        changes |= {"gconfig.n_samples": n_samples, "gconfig.max_new_tokens": n_tokens}
+        changes |= shorter_samples(config, n_samples, _TOKENS)
         changes["total_train_n_tokens"] = None
         n_batches = config.actor.ppo_n_minibatches
         if isinstance(config, CriticExperimentConfig):
@@ -168,8 +168,8 @@ def _short_config(subject: Subject) -> Any:
             changes |= {"reward": {"fn": f"{varied_reward.__file__}:reward_fn", "workers": 1}}
     try:
         return subject.small_config({**changes, "train_dataset.batch_size": n_rows})
-    except ConfigError as error:  # the user's settings do not go with so few samples and tokens
-        raise NotChecked(f"the run cannot be made short: {error}") from error
+    except ConfigError as error:
+        raise refused_short_run(f"{_STEPS} steps, and {_STEPS // 2} of them resumed,", error) from error
 
 
 def _different_files(one: Path, other: Path) -> Iterator[str]:

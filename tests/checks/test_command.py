@@ -120,3 +120,5 @@ def test_red_lines_name_the_cause_first() -> None:
         "a",
         "shared-prefixes",
     ]
+    passes = [red(name, "is wrong") for name in ("rollout-logprobs", "training-logprobs")]
+    assert not any("may follow" in line for line in red_lines(passes))  # neither is computed from the other

@@ -125,7 +125,7 @@ def rollout_logprobs(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
     def sampled(index: int) -> list[Row]:
         return [steps[index].sampled_logprobs(number) for number in range(len(steps[index].rows))]
 
-    temperature = updates[0].how.sampling.logprob_temperature
+    temperature = sampling_temperature(run.config)
     others = {turn.temperature for turns in run.episodes.turns.values() for turn in turns} - {temperature}
     if others:
         yield not_checked("rollout-logprobs", "the agents sample at temperatures of their own")

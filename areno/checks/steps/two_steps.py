@@ -82,7 +82,7 @@ def _watch(subject: Subject) -> TwoSteps:
     try:
         small = subject.small_config(small_changes(config, _MOST_OF_TURN if subject.has_own_model else _MOST_NEW))
     except ConfigError as error:
-        raise NotChecked(f"the settings do not fit a run of two short steps: {error}") from error
+        raise refused_short_run("the two steps that all checks of 'gradient' and 'algorithm' share", error) from error
     subject.doing = "two steps of training on a small model"
     if is_policy and config.agent.fn is not None:
         subject.doing += ", whose samples agents ask for"
@@ -157,9 +157,7 @@ def small_changes(config: Any, most_of_turn: int = _MOST_NEW) -> dict[str, Any]:
         n_samples = max(n_samples, 2 * config.pairs_per_prompt)
     found |= {
         "train_dataset.batch_size": _N_PROMPTS if n_samples > 1 else _N_PAIRS,
-        "gconfig.n_samples": n_samples,
-        "gconfig.max_new_tokens": min(config.gconfig.max_new_tokens, _MOST_NEW),
-        "gconfig.min_new_tokens": min(config.gconfig.min_new_tokens, _LEAST_NEW),
+        **shorter_samples(config, n_samples, _MOST_NEW if config.agent.fn is None else most_of_turn),
         "actor.ppo_n_minibatches": 1,
         "reward": {"fn": "math", "workers": 1},  # a stand-in replaces it
         "tune": {},
@@ -167,7 +165,6 @@ def small_changes(config: Any, most_of_turn: int = _MOST_NEW) -> dict[str, Any]:
     }
     if config.agent.fn is not None:
         found |= {
-            "gconfig.max_new_tokens": min(config.gconfig.max_new_tokens, most_of_turn),
             "rollout.max_head_offpolicyness": 0,
             "rollout.prompts_ahead": None,
             "rollout.dynamic_sampling": False,
@@ -183,6 +180,43 @@ def small_changes(config: Any, most_of_turn: int = _MOST_NEW) -> dict[str, Any]:
             **_optimizer("critic"),
         }
     return found
+
+
+def shorter_samples(config: PolicyExperimentConfig, n_samples: int, most_tokens: int) -> dict[str, Any]:
+    """Return the settings of `n_samples` of a prompt that have at most `most_tokens`.
+
+    What is a length within a completion gets shorter with it. A limit of several turns, such as
+    agent.max_total_completion_tokens, stays, so that as many turns are within it.
+    """
+    n_tokens = config.gconfig.max_new_tokens
+    most_tokens = min(most_tokens, n_tokens)
+
+    def shorter(length: int) -> int:
+        return -(-length * most_tokens // n_tokens)  # rounded up: 0 stays 0, and the order of two lengths stays
+
+    found: dict[str, Any] = {
+        "gconfig.n_samples": n_samples,
+        "gconfig.max_new_tokens": shorter(n_tokens),
+        "gconfig.min_new_tokens": min(_LEAST_NEW, shorter(config.gconfig.min_new_tokens)),
+    }
+    if config.actor.overlong_tokens is not None:
+        found["actor.overlong_tokens"] = shorter(config.actor.overlong_tokens)
+    for name, source in (config.train_dataset.sources or {}).items():
+        if source.n_samples is not None:
+            found[f"{source_key(name)}.n_samples"] = min(n_samples, source.n_samples)
+        if source.max_new_tokens is not None:
+            found[f"{source_key(name)}.max_new_tokens"] = shorter(source.max_new_tokens)
+    return found
+
+
+def refused_short_run(what: str, error: ConfigError) -> NotChecked:
+    """Return the reason why something is not checked: with a check's own lengths and counts, the run is refused.
+
+    The advice at the end of the problems is left out. It is about values that the user has not set.
+    """
+    found = ". ".join(str(problem).rpartition("; ")[0] or str(problem) for problem in error.problems)
+    text = f"{what} cannot be run: with the few short samples of a check, areno refuses the settings ({found})"
+    return NotChecked(f"{text}. That is a limit of areno check and not a fault of the run")
 
 
 def given_rows(key: str) -> dict[str, Any]:
