@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from areno.checks.inputs.answer_forms import reference_text, shown_form
-from areno.checks.inputs.findings import Finding, green, red
+from areno.checks.inputs.findings import Finding, green, not_checked, red
 from areno.checks.inputs.known_answers import NOISE, Asked, KnownAnswers, Trial, Values, mean_of, number_of
 from areno.checks.wrong_answers import TRIALS as WRONG
 from areno.config.rollout import GenerationConfig
@@ -22,6 +22,12 @@ _MOST_LOST = 0.1  # of the answers
 _MOST_TOLD = 0.5  # of the prompts that may end with their answer, more than end with that of another row
 _MOST_OF_TRAIT = 0.8  # of the rows that fail, or that have a trait
 _LEAST_TOLD, _FEW_TOLD, _OFTEN_OTHERS = 5, 0.01, 4  # prompts, share of the prompts, times as often as others
+_ASKED = ("?", "=")  # ends of a question
+_AROUND = ".,:;!?()[]{}*'\"<>/。"  # words
+_SPACED = {"\\boxed{": " \\boxed ", "####": " #### ", "<": " <", ">": "> ", "\uff1a": ": "}
+_LABEL_WORDS = 3  # before an answer, as in "the answer is 42"
+_LABELS = {"answer", "solution", "correct", "label", "gold", "truth", "####", "\\boxed"}
+_LABELS |= {"antwort", "lösung", "réponse", "respuesta", "risposta", "resposta", "ответ", "答案", "답", "정답"}
 _SENTENCE = "The answer is {}."
 _SHOWN = 3
 _TRAITS: Mapping[str, Callable[[str], bool]] = {
@@ -188,8 +194,7 @@ def each_row(
     [(top, count)] = Counter(known).most_common(1)
     if top <= floor or count < n / 2:
         return  # rewards are graded, or right answers have another form
-    told = list(_told_answers(where, items, references))
-    yield from (told if any(each.verdict == "red" for each in told) else [*_told_in_part(where, prompts)] or told)
+    yield from _told_answers(where, items, references, prompts)
     failing = [at for at, value in enumerate(values) if value is None or value <= floor]
     if not failing:
         yield green(name, f"{where}the reference answers of {n} rows get the reward of a right answer, {top:g}")
@@ -210,7 +215,18 @@ def each_row(
     yield green(name, text)
 
 
-def _told_answers(where: str, items: Sequence[PromptItem], references: Sequence[str]) -> Iterator[Finding]:
+def _told_answers(
+    where: str, items: Sequence[PromptItem], references: Sequence[str], rows: Sequence[PromptItem]
+) -> Iterator[Finding]:
+    """Look for prompts with their own right answer, at the end or after a word. It may be the task to copy it.
+
+    It is not if a label such as "Answer:" tells it, or if it follows on the question.
+    """
+    found = [*_told_at_end(where, items, references), *_told_after(where, rows)]
+    yield min(found, key=lambda each: ("red", "not checked", "green").index(each.verdict))
+
+
+def _told_at_end(where: str, items: Sequence[PromptItem], references: Sequence[str]) -> Iterator[Finding]:
     """Look for prompts that end with their own right answer. The same end of all prompts is left out."""
     texts = [item.text for item in items]
     n_same = 0
@@ -221,54 +237,69 @@ def _told_answers(where: str, items: Sequence[PromptItem], references: Sequence[
     own = statistics.fmean(end.endswith(answer) for end, answer in pairs)
     others = statistics.fmean(ends[at].endswith(references[at - 1]) for at in range(len(ends)))
     text = f"{where}{own:.0%} of {len(ends)} prompts end with their own right answer (by chance: {others:.0%})"
-    told = _told_after(texts, references)
-    if told is not None and own - others <= _MOST_TOLD:
-        text = f"{where}in {told[1]} of {len(texts)} prompts, their own right answer stands after {told[0]!r}"
-        yield red(
-            "told-answers", f"{text}: the model would only copy it", [f"{text[-80:]!r}" for text in texts[:_SHOWN]]
-        )
-        return
-    if own - others > _MOST_TOLD:
-        shown = [f"row {item.index}: {end[-40:]!r}" for item, (end, _) in zip(items[:_SHOWN], pairs, strict=False)]
-        yield red("told-answers", f"{text}: the model would only copy it", shown)
-    else:
+    if own - others <= _MOST_TOLD:
         yield green("told-answers", text)
+        return
+    before = [end.removesuffix(answer).rstrip() for end, answer in pairs if end.endswith(answer)]
+    is_told = statistics.fmean(end.endswith(_ASKED) or _word_before([*_words(end), ""])[1] for end in before) > 0.5
+    shown = [f"row {item.index}: {end[-40:]!r}" for item, end in zip(items[:_SHOWN], ends, strict=False)]
+    yield _told(is_told, text, shown)
 
 
-def _told_in_part(where: str, rows: Sequence[PromptItem]) -> Iterator[Finding]:
+def _told_after(where: str, rows: Sequence[PromptItem]) -> Iterator[Finding]:
     """Look for a word that stands before the right answer wherever it stands before one of the answers at all."""
-    answers = {reference_text(item).strip() for item in rows} - {""}
-    own, others = dict[str, list[PromptItem]](), Counter[str]()
+    given = Counter(reference_text(item).strip() for item in rows)
+    own, others, by_chance = (
+        dict[tuple[str, bool], list[PromptItem]](),
+        Counter[tuple[str, bool]](),
+        defaultdict[Any, float](float),
+    )
     for item in rows:
-        words, answer = [word.strip(".,:;!?()[]*'\"") for word in item.prompt.split()], reference_text(item).strip()
-        before = {(words[at - 1], words[at] == answer) for at in range(1, len(words)) if words[at] in answers}
-        for word, is_own in before:
-            if is_own:
+        words, after = _words(item.prompt), dict[tuple[str, bool], set[str]]()
+        for place in range(1, len(words)):
+            if (answer := words[place].strip(_AROUND)) in given and answer:
+                after.setdefault(_word_before(words[: place + 1]), set()).add(answer)
+        for word, answers in after.items():
+            by_chance[word] += 1 - sum(given[answer] for answer in answers) / len(rows)
+            if reference_text(item).strip() in answers:
                 own.setdefault(word, []).append(item)
-            elif (word, True) not in before:
+            else:
                 others[word] += 1
-    word = max(own, key=lambda each: len(own[each]) - _OFTEN_OTHERS * others[each], default="")
-    found = own.get(word, [])
-    if len(found) > max(_LEAST_TOLD, _FEW_TOLD * len(rows)) and len(found) > _OFTEN_OTHERS * others[word]:
-        text = (
-            f"{where}in {len(found)} of {len(rows)} prompts, their own right answer stands after {word!r}, and that of"
-        )
-        shown = [f"row {item.index}: {item.prompt[-80:]!r}" for item in found[:_SHOWN]]
-        yield red("told-answers", f"{text} another row in {others[word]}: the model would only copy it", shown)
+    least = max(_LEAST_TOLD, _FEW_TOLD * len(rows))
+    telling = [
+        word
+        for word, found in own.items()
+        # By chance, an instruction such as "yes or no" tells the right answer as often as most rows have it.
+        if min(len(found), by_chance[word]) > max(least, _OFTEN_OTHERS * others[word])
+        and len({reference_text(item) for item in found}) > 1
+    ]
+    if telling:
+        word = max(telling, key=lambda each: (each[1], len(own[each])))
+        text = f"{where}in {len(own[word])} of {len(rows)} prompts, their own right answer stands after {word[0]!r}"
+        shown = [f"row {item.index}: {item.prompt[-80:]!r}" for item in own[word][:_SHOWN]]
+        yield _told(word[1], f"{text}, and that of another row in {others[word]}", shown)
 
 
-def _told_after(texts: Sequence[str], references: Sequence[str]) -> tuple[str, int] | None:
-    """Return (a word, in how many prompts the row's own answer follows on it, more than that of another row)."""
-    counts: list[Counter[str]] = [Counter(), Counter()]
-    for shift, count in enumerate(counts):
-        for at, text in enumerate(texts):
-            words = [word.strip(".,:;!?()[]*'\"") for word in text.split()]
-            answer = references[at - shift].strip()
-            before = {words[place - 1] for place in range(1, len(words)) if words[place] == answer}
-            count.update(before - {answer, ""})
-    for word, count in counts[0].most_common(1):
-        return (word, count) if count - counts[1][word] > _MOST_TOLD * len(texts) else None
-    return None
+def _told(is_told: bool, text: str, shown: Sequence[str]) -> Finding:
+    if is_told:
+        return red("told-answers", f"{text}: the model would only copy it", shown)
+    return not_checked("told-answers", f"{text}. Is it the task to copy it?", shown)
+
+
+def _words(text: str) -> list[str]:
+    for mark, spaced in _SPACED.items():
+        text = text.replace(mark, spaced)
+    return text.split()
+
+
+def _word_before(words: Sequence[str]) -> tuple[str, bool]:
+    """Return (the label of the last word, True), or (the word before it, False) if its sentence has no label there."""
+    for word in reversed(words[-1 - _LABEL_WORDS : -1]):
+        if word.endswith((".", "!", "?", ";", ",")):
+            break
+        if _LABELS & set(word.strip(_AROUND).lower().replace("-", "_").split("_")):
+            return word.strip(_AROUND), True
+    return words[-2].strip(_AROUND) if len(words) > 1 else "", False
 
 
 def _short(text: str) -> str:

@@ -83,6 +83,42 @@ def verdict_of(found: list[Finding], name: str) -> str:
             "reward-wrong",
             id="no answer is negative",
         ),
+        pytest.param(
+            lambda n: (f"Is {n} divisible by 7? Answer yes or no.", "no" if n % 7 else "yes"),
+            EXACT,
+            "",
+            id="an answer that most rows have stands after 'or'",
+        ),
+        pytest.param(
+            lambda n: (f"Message: {sentences(n)}\nReply with spam or ham.", "ham" if n % 8 else "spam"),
+            EXACT,
+            "",
+            id="a class that most rows have is named last",
+        ),
+        pytest.param(
+            lambda n: (f"Invoice {n}\nTax: {n % 9}\nTotal: {n * 37}\n{sentences(n)}\nWhat is the total?", str(n * 37)),
+            DIGITS,
+            "told-answers",
+            id="extraction",
+        ),
+        pytest.param(
+            lambda n: (
+                f"{sentences(n)} The magic number is {n * 79}. {sentences(n + 7)} Which number is it?",
+                str(n * 79),
+            ),
+            DIGITS,
+            "told-answers",
+            id="a needle",
+        ),
+        pytest.param(
+            lambda n: (
+                f"Repeat the last word: {sentences(n).split()[0]} {sentences(n).split()[2]}",
+                sentences(n).split()[2],
+            ),
+            EXACT,
+            "told-answers",
+            id="copying",
+        ),
     ],
 )
 def test_nothing_is_red(row: Row, reward: str, asked: str, found_with) -> None:

@@ -182,8 +182,33 @@ def test_a_reward_of_a_stranger_is_found(body: str, row: str, name: str, said: s
     assert said in next(each.line for each in found if each.name == name and each.verdict == "red")
 
 
-def test_prompts_of_which_some_tell_their_answer_are_found(tmp_path: Path) -> None:
-    told = "f'What is {n} minus 470?' + f' (Answer: {n - 470})' * (n % 7 == 0)"
-    found = found_with(tmp_path, LAST, NUMBERS.replace("f'What is {n} minus 470?'", told))
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        (" (Answer: {n - 470})", "stands after 'Answer'"),
+        ("\\n#### {n - 470}\\nThink first.", "stands after '####'"),
+        (" It is \\\\boxed{{{n - 470}}}.", "boxed'"),
+        (" The correct answer is {n - 470}, as you know.", "stands after 'answer'"),
+    ],
+)
+def test_prompts_of_which_some_tell_their_answer_are_found(told: str, said: str, tmp_path: Path) -> None:
+    prompt = f"f'What is {{n}} minus 470?' + f'{told}' * (n % 7 == 0)"
+    found = found_with(tmp_path, LAST, NUMBERS.replace("f'What is {n} minus 470?'", prompt))
     assert "told-answers" in red(found)
-    assert "stands after 'Answer'" in next(each.line for each in found if each.name == "told-answers")
+    assert said in next(each.line for each in found if each.name == "told-answers")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [1, 3])
+def test_prompts_that_tell_one_of_two_answers_are_found(every: int, tmp_path: Path) -> None:
+    answer = "'yes' if n % 3 else 'no'"
+    prompt = f"f'Is {{n}} no multiple of 3? Say yes or no.' + f' (Answer: {{{answer}}})' * (n % {every} == n % 2)"
+    row = f"{{'prompt': {prompt.replace(answer, answer.replace(chr(39), chr(34)))}, 'solutions': {answer}}}"
+    assert "told-answers" in red(found_with(tmp_path, "    return float(text.strip() == right)\n", row))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["\\n{n - 470}", " {n - 470}", " {n} - 470 = {n - 470}", " Answer: {n - 470}"])
+def test_prompts_that_end_with_their_answer_are_found(end: str, tmp_path: Path) -> None:
+    row = NUMBERS.replace("minus 470?", f"minus 470?{end}")
+    assert "told-answers" in red(found_with(tmp_path, LAST, row))
