@@ -37,6 +37,7 @@ CHECKS: Mapping[str, Sequence[Check]] = {
         columns.swapped_columns,
         turns.turn_order,
         turns.written_calls,
+        turns.undeclared_calls,
         belonging.own_answers,
         references.answers_of_texts,
         cuts.cut_texts,

@@ -28,6 +28,7 @@ from areno.data.row_schema import (
     Row,
     RowKind,
     Rows,
+    common_prefix_length,
     describe_json_error,
     describe_value,
     join_names,
@@ -35,10 +36,21 @@ from areno.data.row_schema import (
     rows_at,
 )
 from areno.environments.package import LazyRows
-from areno.errors import DataError, Key, Problem
+from areno.errors import DataError, Key, Problem, printable
 
 _QUESTIONS = ("question", "problem", "query", "instruction")
 _ANSWERS = ("answer", "solution", "ground_truth", "target", "output")
+_TALKS = ("messages", "conversation", "conversations", "dialogue", "dialog", "chat", "turns")
+_OTHER_NAMES: dict[str, tuple[str, ...]] = {
+    "prompt": (*_QUESTIONS, "user_prompt", "task", "input"),
+    "solutions": (*_ANSWERS, "reference", "expected", "expected_answer", "final_answer", "correct_answer", "gold"),
+    "response": (*_ANSWERS, "completion", "reply", "responses"),
+    "messages": _TALKS,
+    "chosen": ("preferred", "accepted", "winner", "better"),
+    "rejected": ("dispreferred", "refused", "loser", "worse"),
+    "tools": ("functions", "available_tools", "available_functions", "tool_definitions", "function_definitions"),
+}
+_LEAST_WORD = 5  # letters of a word that can be misspelt
 _ROLES = {
     "human": "user",
     "user": "user",
@@ -426,15 +438,58 @@ def _dataset_problems(
     """Return a Problem for each of `faults` (row index, reason), and one with `counts` (faulty rows, checked rows)."""
     number, problem = faults[0]
     first = f"row {number}: {problem}; expected {EXPECTED[kind]}"
+    named = dict[str, str]()
     if not isinstance(rows, ConvertedRows) and isinstance(rows[number], Mapping):
         first += f"; the row has {join_names(rows[number]) or 'no fields'}"
+        named = similar_columns(kind, rows[number])
     text, args = "{} {}", [name, first]
     if key:
-        text += "; name your columns, as in {}=COLUMN, or set {} to a file.py that makes such rows"
-        args += [Key(f"{key}.columns.prompt"), Key(f"{key}.loader")]
+        named = named or {"prompt": "COLUMN"}
+        settings = " ".join(["{}={}"] * len(named))
+        text += f"; name your columns, as in {settings}, or set {{}} to a file.py that makes such rows"
+        args += [
+            each for field, column in named.items() for each in (Key(f"{key}.columns.{field}"), printable(str(column)))
+        ]
+        args.append(Key(f"{key}.loader"))
     problems = [Problem(setting, text, *args)]
     problems += [Problem(setting, "{} row {}: {}", name, number, problem) for number, problem in faults[1:]]
     if counts[0] > 1:
         shown = f"; the first {SHOWN} are above" if counts[0] > SHOWN else ""
         problems.append(Problem(setting, "{}: {} of {} rows are faulty{}", name, *counts, shown))
     return problems
+
+
+def similar_columns(kind: RowKind, row: Row) -> dict[str, str]:
+    """Return field -> column for the fields that a row lacks and has under a name that looks like them."""
+    found = dict[str, str]()
+    for field in (*FIELDS[kind], *(("solutions", "tools") if kind == "prompt" else ("tools",))):
+        rest = {name: value for name, value in row.items() if name not in found.values() and _is_filled(value)}
+        if field not in rest and (column := _similar(field, rest, _TALKS * (kind == "prompt"))) is not None:
+            found[field] = column
+    return found
+
+
+def _similar(field: str, row: Row, of_prompts: tuple[str, ...]) -> str | None:
+    others = _OTHER_NAMES.get(field, ()) + (of_prompts if field == "prompt" else ())
+    names = [_plain(name) for name in (field, *others)]
+    for is_same in (str.__eq__, _is_misspelt):
+        for name in names:
+            if (found := next((each for each in row if is_same(_plain(each), name)), None)) is not None:
+                return found
+    return None
+
+
+def _is_filled(value: Any) -> bool:
+    return value is not None and value not in ("", [])
+
+
+def _plain(name: Any) -> str:
+    return "".join(char for char in str(name).lower() if char.isalpha())
+
+
+def _is_misspelt(name: str, right: str) -> bool:
+    """Whether a name has one letter more, less or other than it should, or two letters exchanged."""
+    n = common_prefix_length(name, right)
+    pairs = ((name[n + 1 :], right[n + 1 :]), (name[n + 1 :], right[n:]), (name[n:], right[n + 1 :]))
+    is_exchanged = name[n : n + 2] == right[n : n + 2][::-1] and name[n + 2 :] == right[n + 2 :]
+    return len(right) >= _LEAST_WORD and (is_exchanged or any(one == other for one, other in pairs))

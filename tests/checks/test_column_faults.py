@@ -11,7 +11,7 @@ import pytest
 from areno.data import messages
 from areno.server import messages as server_messages
 from tests.helpers.checked import data_file, red
-from tests.helpers.checked_rows import dpo, gspo, sft
+from tests.helpers.checked_rows import QUESTIONS, dpo, gspo, sft
 from tests.helpers.tokenizers import load_tokenizer
 
 
@@ -82,6 +82,63 @@ def test_arguments_of_calls_are_json_text_as_in_the_api(
     [found] = [each for each in sft(tmp_path / "faulty", rows=rows) if each.name == "serving"]
     assert "prompts of 40 of 40 rows" in found.line
     assert [str(each).split(": transformers: ")[0] for each in found.details] == ["row 0", "row 1", "row 2"]
+
+
+OTHERS = [
+    {"type": "function", "function": {"name": "mul", "description": "Multiplies.", "parameters": {"type": "object"}}}
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected", "said"),
+    [
+        (lambda n: {"tools": TOOLS}, set(), ""),
+        (lambda n: {"tools": [*OTHERS, *TOOLS] if n % 20 else OTHERS}, set(), ""),  # a model invents some
+        (lambda n: {"functions": TOOLS}, {"unused-columns"}, "read it with train_dataset.columns.tools=functions"),
+        (
+            lambda n: {"tools" if n % 3 else "Functions": TOOLS},
+            {"unused-columns", "undeclared-calls"},
+            "'Functions' looks like 'tools', is filled in 14 of 40 rows without 'tools', and is not read: rename it",
+        ),
+        (lambda n: {"tools": TOOLS if n % 3 else OTHERS}, {"undeclared-calls"}, "in 14 of 40 conversations with calls"),
+        (lambda n: {"tools": TOOLS if n % 3 else []}, {"undeclared-calls"}, "in 14 of 40 conversations with calls"),
+    ],
+)
+def test_tools_that_the_prompt_does_not_declare_are_found(change, expected, said, tmp_path: Path) -> None:
+    calls = [{"type": "function", "function": CALL}]
+    rows = [called(n, {"content": "", "tool_calls": calls}) for n in range(40)]
+    found = sft(tmp_path, rows=[{"messages": row["messages"], **change(n)} for n, row in enumerate(rows)])
+    assert red(found) == expected
+    assert any(said in each.line for each in found)
+
+
+def test_tools_that_no_prompt_declares_are_asked_about(tmp_path: Path) -> None:
+    found = sft(tmp_path)
+    assert not red(found)
+    [asked] = [each for each in found if each.name == "undeclared-calls"]
+    assert asked.verdict == "not checked"
+    assert "in 40 of 40 conversations" in asked.line
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict", "said"),
+    [
+        (lambda n: "answer", "green", ""),
+        (
+            lambda n: "anwser",
+            "not checked",
+            "columns.prompt=question train_dataset.columns.solutions=anwser. Or does the",
+        ),
+        (lambda n: "Answer", "not checked", "train_dataset.columns.solutions=Answer"),
+        (lambda n: "Answer" if n % 3 else "answer", "red", "is filled in 26 of 40 rows without 'solutions'"),
+    ],
+)
+def test_a_column_that_looks_like_the_answer_is_named_with_its_setting(name, verdict, said, tmp_path: Path) -> None:
+    rows = [{"question": row["prompt"], name(n): row["solutions"]} for n, row in enumerate(QUESTIONS)]
+    found = gspo(tmp_path, f"train_dataset.path={data_file(tmp_path / 'other.jsonl', rows)}")
+    [named] = [each for each in found if each.name == "unused-columns"]
+    assert named.verdict == verdict
+    assert said in named.line
 
 
 @pytest.mark.parametrize("end", ["So it is #### {}", "So it is \\boxed{{{}}}.", "So it is {}."])

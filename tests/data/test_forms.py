@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from areno.config.datasets import ColumnsConfig, DatasetConfig
-from areno.data.dataset_formats import recognise_format
+from areno.data.dataset_formats import prepare_rows, recognise_format
 from areno.data.sources import load_rows, prepare_script_rows
 from areno.errors import ConfigError, DataError
 from tests.helpers.encoded_rows import prompt_item, sft_item, sft_sequence
@@ -196,6 +196,23 @@ def test_columns_that_cannot_be(tmp_path):
         match=r"columns\.prompt: is .*, but loader is l\.py, so its rows are taken as they are; set loader to null",
     ):
         DatasetConfig(path=str(path), loader="l.py", columns=ColumnsConfig(prompt="question"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "named"),
+    [
+        ("prompt", {"prompts": "a", "anwser": 1}, ["prompt=prompts", "solutions=anwser"]),
+        ("prompt", {"dialogue": [], "Dialog": [{"role": "user", "content": "a"}]}, ["prompt=Dialog"]),
+        ("sft", {"conversation": [{"role": "user", "content": "a"}], "functions": "[]"}, ["messages=conversation"]),
+        ("dpo", {"promt": "a", "choosen": "b", "rejected": "c"}, ["prompt=promt", "chosen=choosen"]),
+        ("prompt", {"text": "a", "prompt_id": "b"}, ["prompt=COLUMN"]),
+    ],
+)
+def test_columns_that_look_like_a_missing_field_are_named(kind, row, named):
+    with pytest.raises(DataError) as error:
+        prepare_rows([row], kind, "train_dataset.path", "rows.jsonl", key="train_dataset")
+    for each in named:
+        assert f"train_dataset.columns.{each}" in str(error.value)
 
 
 def test_all_faulty_rows_are_reported(tmp_path):

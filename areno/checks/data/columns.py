@@ -8,8 +8,9 @@ from typing import Any
 from areno.checks.inputs.encoded_rows import EncodedRow
 from areno.checks.inputs.findings import Finding, green, not_checked, red
 from areno.checks.inputs.subject import Dataset, Subject
-from areno.checks.inputs.talks import contains, leaves, squeezed, text_of_row
+from areno.checks.inputs.talks import contains, leaves, squeezed, text_of_row, tool_names
 from areno.config.policy_experiments import PolicyExperimentConfig
+from areno.data.dataset_formats import similar_columns
 from areno.data.row_schema import FIELDS, SHARED_FIELDS, VARIABLES
 
 _ASKED = ("input", "context", "contexts", "system", "system_prompt", "passage", "document", "documents", "article")
@@ -42,6 +43,7 @@ def unused_columns(subject: Subject) -> Iterator[Finding]:
     if subject.kind == "prm":
         return
     trains_text = subject.kind == "sft"
+    agent_reads = isinstance(subject.config, PolicyExperimentConfig) and bool(subject.config.agent.fn)
     for dataset in subject.datasets:
         rows = [row for row in subject.sample_of(dataset) if row.item is not None]
         lost: dict[str, list[EncodedRow]] = {}
@@ -49,6 +51,10 @@ def unused_columns(subject: Subject) -> Iterator[Finding]:
             for name in _lost_columns(subject, dataset, row):
                 lost.setdefault(name, []).append(row)
         least = max(_LEAST_ROWS, _FILLED * len(rows))
+        similar = _similar_columns(subject, rows, lost)
+        similar = {key: own for key, own in similar.items() if len(own) >= least}
+        yield from _named_columns(subject, dataset, rows, similar, agent_reads)
+        lost = {name: own for name, own in lost.items() if all(name != each for _, each in similar)}
         worked = {name for name, own in lost.items() if trains_text and _are_worked(name, own)}
         is_meant = {name for name in lost if name in worked or _is_meant(name, trains_text)}
         meant = {name: own for name, own in lost.items() if len(own) >= least and name in is_meant}
@@ -58,13 +64,13 @@ def unused_columns(subject: Subject) -> Iterator[Finding]:
             text = f"{dataset.key}: the column {name!r} is filled in {n} of {len(rows)} rows"
             text += " and is not trained" if known else " and is in none of their prompts"
             text += ", although it works out the short answers that are" * (name in worked)
-            if not known and isinstance(subject.config, PolicyExperimentConfig) and subject.config.agent.fn:
+            if not known and agent_reads:
                 yield not_checked("unused-columns", f"{text}; the agent may read it")
                 continue
             wanted = "join it with the answer" if known else "join it with the prompt"
             shown = [f"row {row.index}: {name}: {_short(row.given[name])}" for row in own[:_EXAMPLES]]
             yield red("unused-columns", f"{text}: {wanted} ({dataset.key}.loader), or leave out the column", shown)
-        if not meant:
+        if not meant and not similar:
             text = f"{dataset.key}: no unread column has a name of texts for the prompt, such as 'context'"
             which = f"; in no message are {', '.join(others)}" if others else "; each column with texts is in a message"
             yield green("unused-columns", text + which)
@@ -84,6 +90,48 @@ def _lost_columns(subject: Subject, dataset: Dataset, row: EncodedRow) -> Iterat
         text = text or squeezed("\n".join([text_of_row(subject.kind, row.row), str(row.row.get("tools") or "")]))
         if not all(contains(text, each) for each in texts):
             yield str(name)
+
+
+def _similar_columns(
+    subject: Subject, rows: Sequence[EncodedRow], lost: Mapping[str, Sequence[EncodedRow]]
+) -> dict[tuple[str, str], list[EncodedRow]]:
+    """Return (field, column) -> rows that lack the field, and whose column seems to hold it by its name."""
+    found: dict[tuple[str, str], list[EncodedRow]] = {}
+    lost_at = {name: {row.index for row in own} for name, own in lost.items()}
+    for row in rows:
+        if not isinstance(row.given, Mapping):
+            continue
+        for field, name in similar_columns(subject.kind, row.given).items():
+            is_lost = row.index in lost_at.get(name, ()) and bool(tool_names(row.given[name]))
+            if field in ("tools", "solutions") and not row.row.get(field) and (field != "tools" or is_lost):
+                found.setdefault((field, name), []).append(row)
+    return found
+
+
+def _named_columns(
+    subject: Subject,
+    dataset: Dataset,
+    rows: Sequence[EncodedRow],
+    similar: Mapping[tuple[str, str], Sequence[EncodedRow]],
+    agent_reads: bool,
+) -> Iterator[Finding]:
+    for (field, name), own in similar.items():
+        is_part = any(row.row.get(field) for row in rows) or sum(of == field for of, _ in similar) > 1
+        text = f"{dataset.key}: the column {name!r} looks like {field!r}, is filled in {len(own)} of {len(rows)} rows"
+        text += f" without {field!r}, and is not read: "
+        if is_part:
+            text += f"rename it to {field} in the file"
+        else:
+            known, settings = dataset.section.columns.renamed_columns(), similar_columns(subject.kind, own[0].given)
+            named = [f"{dataset.key}.columns.{each}={settings[each]}" for each in settings if each not in known]
+            text += f"read it with {' '.join(named)}"
+        shown = [f"row {row.index}: {name}: {_short(row.given[name])}" for row in own[:_EXAMPLES]]
+        if agent_reads:
+            yield not_checked("unused-columns", f"{text}. Or does the agent read it?", shown)
+        elif field == "solutions" and not is_part:
+            yield not_checked("unused-columns", f"{text}. Or does the reward function read it?", shown)
+        else:
+            yield red("unused-columns", text, shown)
 
 
 def _is_meant(name: str, trains_text: bool) -> bool:

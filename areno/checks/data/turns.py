@@ -8,9 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from areno.checks.inputs.findings import Finding, green, red
+from areno.checks.inputs.findings import Finding, green, not_checked, red
 from areno.checks.inputs.subject import Subject
-from areno.checks.inputs.talks import answers_of, rendered, squeezed, text_of
+from areno.checks.inputs.talks import answers_of, rendered, squeezed, text_of, tool_names
+from areno.config.policy_experiments import PolicyExperimentConfig
+from areno.data.dataset_formats import similar_columns
 
 _MOST = 0.05  # of the conversations
 _LEAST = 3
@@ -33,6 +35,7 @@ _WRONG = {
 }
 _COMMON = 0.75  # of the conversations begin with one system message
 _ALL = 0.95
+_FEW_CALLS = 0.01  # of the conversations with calls: models invent a tool now and then
 
 
 def turn_order(subject: Subject) -> Iterator[Finding]:
@@ -65,7 +68,7 @@ def written_calls(subject: Subject) -> Iterator[Finding]:
         faults, n_calls, asked = dict[int, str](), 0, 0
         for row in subject.sample_of(dataset):
             for talk, _ in _talks(subject.kind, row.row) if row.item is not None else ():
-                names, has_results = _tool_names(row.row), any(each.get("role") == "tool" for each in talk)
+                names, has_results = tool_names(row.row.get("tools")), any(each.get("role") == "tool" for each in talk)
                 asked += bool(names) or has_results
                 if any(message.get("tool_calls") for message in talk) or not (names or has_results):
                     continue
@@ -85,11 +88,45 @@ def written_calls(subject: Subject) -> Iterator[Finding]:
             yield green("written-calls", text, list(faults.values()))
 
 
-def _tool_names(row: Mapping[str, Any]) -> set[str]:
-    given = row.get("tools")
-    tools = _json(given) if isinstance(given, str) else given
-    found = [each.get("function") or each for each in tools or () if isinstance(each, Mapping)]
-    return {str(each["name"]) for each in found if isinstance(each, Mapping) and each.get("name")}
+def undeclared_calls(subject: Subject) -> Iterator[Finding]:
+    """Look for calls of tools that the prompt of their row does not declare."""
+    if isinstance(subject.config, PolicyExperimentConfig) and subject.config.agent.fn:
+        return  # the agent sends the tools
+    for dataset in subject.datasets:
+        faults, n_calling, n_declared = dict[int, str](), 0, 0
+        for row in subject.sample_of(dataset):
+            if row.item is None:
+                continue
+            names, column = tool_names(row.row.get("tools")), ""
+            if isinstance(row.given, Mapping):
+                column = similar_columns(subject.kind, row.given).get("tools", "")
+            for talk, _ in _talks(subject.kind, row.row):
+                called = {name: None for each in talk for name in _called(each)}
+                told = "\n".join(text_of(each) for each in talk if each.get("role") not in ("assistant", "tool"))
+                n_calling += bool(called)
+                n_declared += bool(called and names)
+                lost = [name for name in called if name not in names and name not in told]
+                if lost:
+                    has = f"declared are {', '.join(sorted(names))}" if names else "none is declared"
+                    has += f", and the column {column!r} is not read" * bool(column)
+                    faults.setdefault(row.index, f"row {row.index}: calls {', '.join(lost)}; {has}")
+        text = f"{dataset.key}: in {len(faults)} of {n_calling} conversations with calls, a tool is called that their"
+        text += " prompt does not declare"
+        if not n_declared and len(faults) >= _LEAST:
+            why = "no prompt declares one. This is right if the model is to know its tools without being told"
+            yield not_checked("undeclared-calls", f"{text}, and {why}", list(faults.values())[:_EXAMPLES])
+        elif len(faults) >= max(_LEAST, _FEW_CALLS * n_calling):
+            yield red("undeclared-calls", f"{text}: the model learns to make it up", list(faults.values())[:_EXAMPLES])
+        elif n_calling:
+            yield green("undeclared-calls", text, list(faults.values())[:_EXAMPLES])
+
+
+def _called(message: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of the tools that a message calls."""
+    for call in message.get("tool_calls") or ([message["function_call"]] if message.get("function_call") else ()):
+        function = call.get("function") or call
+        if isinstance(function, Mapping) and function.get("name"):
+            yield str(function["name"])
 
 
 def _calls_in(text: str) -> Iterator[dict[str, Any]]:

@@ -92,6 +92,15 @@ def words_of(message: Mapping[str, Any]) -> list[str]:
     return [text.strip() for text in found if text.strip()]
 
 
+def tool_names(tools: Any) -> set[str]:
+    """Return the names of the functions that definitions of tools declare."""
+    given = _parsed(tools)
+    found = (
+        [each.get("function") or each for each in given if isinstance(each, Mapping)] if isinstance(given, list) else []
+    )
+    return {str(each["name"]) for each in found if isinstance(each, Mapping) and each.get("name")}
+
+
 def without_think_tags(text: str) -> str:
     return text.replace("<think>", "").replace("</think>", "")
 
