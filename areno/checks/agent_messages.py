@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areno.checks.inputs.answer_forms import reference_text
-from areno.checks.inputs.findings import Finding, NotChecked, green, not_checked, red
+from areno.checks.inputs.findings import Finding, NotChecked, examples, green, not_checked, red
 from areno.checks.inputs.subject import Subject
 from areno.checks.inputs.talks import text_of
 from areno.checks.steps.two_steps import two_steps
@@ -18,7 +18,6 @@ _MOST_TOLD = 0.5  # of the episodes in which a message has the row's answer, mor
 _WORKED = ("answer", "solution", "solutions", "response", "output", "reasoning", "ground_truth", "target", "label")
 _LEAST_WORK = 12  # characters of a text that no message has by chance
 _LEAST = 2  # episodes
-_SHOWN = 3
 _FEW = 0.5  # of the episodes
 
 
@@ -75,9 +74,9 @@ def _told_answers(episodes: Sequence[_Episode]) -> Iterator[Finding]:
     text = f"in {len(told)} of {len(known)} episodes, a message of the agent contains the answer of the row"
     is_told = len(told) >= _LEAST and len(told) - by_chance > _MOST_TOLD * len(known)
     if is_told:
-        yield red("told-answers", f"{text}: the model would only copy it", told[:_SHOWN])
+        yield red("told-answers", f"{text}: the model would only copy it", examples(told))
     else:
-        yield green("told-answers", f"{text} ({by_chance}: that of another row)", told[:_SHOWN])
+        yield green("told-answers", f"{text} ({by_chance}: that of another row)", examples(told))
 
 
 def _answers_of(item: PromptItem) -> list[str]:

@@ -9,14 +9,12 @@ from typing import Any
 
 from areno.agents.trajectories import AgentItem
 from areno.agents.turns_to_rows import reward_record
-from areno.checks.inputs.findings import Finding, NotChecked, green, not_checked, red
+from areno.checks.inputs.findings import Finding, NotChecked, examples, green, not_checked, red
 from areno.checks.inputs.subject import Subject
 from areno.checks.steps.two_steps import two_steps
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.scoring.pool import RewardPool
 from areno.types import RewardOutcome, RewardRecord, ScoredSample
-
-_SHOWN = 3
 
 
 def rewards_of_episodes(subject: Subject) -> Iterator[Finding]:
@@ -41,14 +39,14 @@ def rewards_of_episodes(subject: Subject) -> Iterator[Finding]:
     n = len(records)
     lost = [outcome for outcome in first if outcome.value is None]
     if lost:
-        details = [f"{outcome.status}: {outcome.message.strip().splitlines()[-1]}" for outcome in lost[:_SHOWN]]
-        yield red("reward-failures", f"{len(lost)} of {n} episodes have no reward", details)
+        details = [f"{outcome.status}: {outcome.message.strip().splitlines()[-1]}" for outcome in lost]
+        yield red("reward-failures", f"{len(lost)} of {n} episodes have no reward", examples(details))
     else:
         yield green("reward-failures", f"each of {n} episodes has a reward")
     differ = [(one.value, other.value) for one, other in zip(first, again, strict=True) if one.value != other.value]
     if differ:
         text = f"{len(differ)} of {n} episodes get another reward in a second process, in another order"
-        yield red("reward-repeatable", text, [f"{one} and {other}" for one, other in differ[:_SHOWN]])
+        yield red("reward-repeatable", text, examples(f"{one} and {other}" for one, other in differ))
     else:
         yield green("reward-repeatable", f"two processes give each of {n} episodes the same reward")
     values = {outcome.value for outcome in first if outcome.value is not None}

@@ -8,11 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from areno.checks.inputs.answer_forms import reference_text, shown_form, templates_of
-from areno.checks.inputs.findings import Finding, green, not_checked, red
+from areno.checks.inputs.findings import Finding, examples, green, not_checked, red
 from areno.checks.inputs.talks import without_think_tags
 from areno.types import PromptItem, RewardOutcome, RewardRecord
 
-_SHOWN = 3
 AGAIN = "with a second <think>"
 _MARKS = ("\\boxed", "####", "<answer>")  # in a prompt, they ask for one of these forms
 _OTHER_MARKS = ("</", "JSON", "json", '":')  # and these for another
@@ -51,9 +50,9 @@ def failures_finding(where: str, records: Sequence[RewardRecord], outcomes: Sequ
         return green("reward-failures", f"{where}each of {len(records)} answers has a reward")
     details = [
         f"{short(record.completion)}: {outcome.status}: {outcome.message.strip().splitlines()[-1]}"
-        for record, outcome in lost[:_SHOWN]
+        for record, outcome in lost
     ]
-    return red("reward-failures", text, details)
+    return red("reward-failures", text, examples(details))
 
 
 def repeated_finding(
@@ -73,7 +72,7 @@ def repeated_finding(
             of_prompts.setdefault(tuple(record.prompt_tokens), set()).add((one.value, other.value))
         if len(of_prompts) < len(records) and all(len(pairs) == 1 for pairs in of_prompts.values()):
             text += ". All answers to a prompt get the reward of the first that is scored: is it cached by prompt?"
-        return red("reward-repeatable", text, faults[:_SHOWN])
+        return red("reward-repeatable", text, examples(faults))
     return green("reward-repeatable", f"{where}two processes give each of {len(records)} answers the same reward")
 
 

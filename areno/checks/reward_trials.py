@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from areno.checks.inputs.answer_forms import reference_text, shown_form
-from areno.checks.inputs.findings import Finding, green, not_checked, red
+from areno.checks.inputs.findings import Finding, examples, green, not_checked, red
 from areno.checks.inputs.known_answers import NOISE, Asked, KnownAnswers, Trial, Values, mean_of, number_of
 from areno.checks.wrong_answers import TRIALS as WRONG
 from areno.config.rollout import GenerationConfig
@@ -204,7 +204,7 @@ def each_row(
     text = f"{where}the reference answers of {len(failing)} of {n} rows get no reward: rows {rows}{more}"
     raised = [outcomes[at].message.strip() for at in failing if outcomes[at].value is None]
     if raised:
-        yield red(name, text, [message.splitlines()[-1] for message in raised[:_SHOWN] if message])
+        yield red(name, text, examples(message.splitlines()[-1] for message in raised if message))
         return
     for trait, has in _TRAITS.items():
         own = [at for at, reference in enumerate(references) if has(reference)]

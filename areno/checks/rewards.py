@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from areno.checks.agent_rewards import rewards_of_episodes
 from areno.checks.inputs.answer_forms import reference_forms, reference_text, reopened_forms, templates_of
-from areno.checks.inputs.findings import Finding, NotChecked, green, not_checked, red
+from areno.checks.inputs.findings import Finding, NotChecked, examples, green, not_checked, red
 from areno.checks.inputs.known_answers import NOISE, Asked, KnownAnswers
 from areno.checks.inputs.subject import Subject
 from areno.checks.plans import rollout_seconds
@@ -121,7 +121,7 @@ def judge(subject: Subject) -> Iterator[Finding]:
     tried = [Tried(kind, values[number :: len(texts)]) for number, kind in enumerate(answers.texts)]
     lost = [outcome.message for _, outcome in sorted(outcomes.items()) if outcome.value is None]
     if lost:
-        yield red("judge-answers", f"{len(lost)} of {len(records)} answers have no score of the judge", lost[:_SHOWN])
+        yield red("judge-answers", f"{len(lost)} of {len(records)} answers have no score of the judge", examples(lost))
     else:
         yield green("judge-answers", f"the judge gives each of {len(records)} answers a score")
     known = {value for value in values if value is not None}

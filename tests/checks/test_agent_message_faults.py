@@ -70,7 +70,10 @@ def test_an_agent_that_keeps_the_answer_to_itself_is_green(tmp_path):
 def test_a_fault_in_what_an_agent_sends_is_found(change, name, said, tmp_path):
     found = found_with(tmp_path, change)
     assert name in red(found), found
-    assert said in next(each.line for each in found if each.name == name)
+    [found] = [each for each in found if each.name == name]
+    assert said in found.line
+    rows = [str(each).partition(":")[0] for each in found.details]
+    assert len(set(rows)) == len(rows) == 3 * (name == "told-answers")
 
 
 def test_the_reward_of_an_agent_is_tried_with_wrong_answers(tmp_path):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from areno.checks.inputs.encoded_rows import EncodedRow
-from areno.checks.inputs.findings import Finding, MarkedText, NotChecked, green, not_checked, red
+from areno.checks.inputs.findings import Finding, MarkedText, NotChecked, examples, green, not_checked, red
 from areno.checks.inputs.subject import Dataset, Subject
 from areno.checks.inputs.talks import (
     Answer,
@@ -90,9 +90,9 @@ def repeated_prompts(subject: Subject) -> Iterator[Finding]:
                         faults.append(f"row {row.index}: {_short(text_of(answer.message))}")
         text = f"{dataset.key}: {len(faults)} of {n_answers} answers begin with the text of their prompt"
         if len(faults) > _MOST_REPEATED * n_answers:
-            yield red("repeated-prompts", f"{text}, so it is trained too", faults[:_SHOWN_FAULTS])
+            yield red("repeated-prompts", f"{text}, so it is trained too", examples(faults, _SHOWN_FAULTS))
         else:
-            yield green("repeated-prompts", text, faults[:_SHOWN_FAULTS])
+            yield green("repeated-prompts", text, examples(faults, _SHOWN_FAULTS))
 
 
 def _repeats_prompt(answer: Answer) -> bool:
@@ -164,8 +164,9 @@ def _findings(key: str, review: _Review) -> Iterator[Finding]:
         else:
             yield not_checked("reasoning", f"{key}: no answer has reasoning")
     for name, faults in review.faults.items():
-        more = [f"and {len(faults) - _SHOWN_FAULTS} more"] * (len(faults) > _SHOWN_FAULTS)
-        yield red(name, f"{key}: {len(faults)} {wrong[name]}", [*faults[:_SHOWN_FAULTS], *more])
+        shown = examples(faults, _SHOWN_FAULTS)
+        more = [f"and {len(faults) - len(shown)} more"] * (len(faults) > len(shown))
+        yield red(name, f"{key}: {len(faults)} {wrong[name]}", [*shown, *more])
 
 
 def _review(subject: Subject, dataset: Dataset) -> _Review:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from areno.checks.inputs.findings import Finding, NotChecked, green, red
+from areno.checks.inputs.findings import Finding, NotChecked, examples, green, red
 from areno.checks.inputs.subject import Subject
 from areno.checks.inputs.talks import answers_of, markers_of, text_of, text_of_row
 
@@ -77,9 +77,9 @@ def end_tokens(subject: Subject) -> Iterator[Finding]:
         where = f" (all of them {names[next(iter(sides))]})" if subject.kind == "dpo" and len(sides) == 1 else ""
         text = f"{dataset.key}: {len(faults)} of {n_answers} answers{where} contain the text of a token that ends them"
         if len(faults) > max(_LEAST, _MOST_TOKENS * n_answers):
-            yield red("end-tokens", f"{text}, so it is there twice", faults[:_EXAMPLES])
+            yield red("end-tokens", f"{text}, so it is there twice", examples(faults))
         else:
-            yield green("end-tokens", text, faults[:_EXAMPLES])
+            yield green("end-tokens", text, examples(faults))
 
 
 def end_texts(subject: Subject) -> list[str]:

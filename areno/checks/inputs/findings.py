@@ -56,6 +56,14 @@ def not_checked(name: str, why: str, details: Iterable[Detail] = ()) -> Finding:
     return Finding(name, "not checked", why, list(details))
 
 
+def examples(faults: Iterable[str], most: int = 3) -> list[str]:
+    """Return the first faults that differ: one of each row, if they begin with their row, as in "row 3: ..."."""
+    firsts = dict[str, str]()
+    for fault in faults:
+        firsts.setdefault(fault.partition(":")[0] if fault.startswith("row ") else fault, fault)
+    return [*firsts.values()][:most]
+
+
 class NotChecked(Exception):
     """Raised inside of a check if this run does not have what it checks. The text is the reason."""
 
