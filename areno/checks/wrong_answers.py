@@ -208,7 +208,7 @@ def _right_trial(known: KnownAnswers) -> Iterator[Trial]:
         for number in range(len(known.references))
         if form in known.forms and known.is_right(form, number) and number_of(known.references[number]) is not None
     ]
-    numbers = [] if form.startswith("<answer>") else numbers  # nothing may stand before it
+    numbers = [] if form.startswith("<") and REASONING not in form else numbers  # nothing may stand before it
     texts = [_with_numbers(form, known.forms[form][number]) for number in numbers]
 
     def judge(values: Values) -> Iterator[Finding]:

@@ -27,6 +27,7 @@ def reward_fn(sample):
 EXACT = "text.strip() == right"
 DIGITS = r"last(r'\d+', text) == right"
 NEAR = r"abs(float(last(r'-?\d+\.?\d*', text) or 'nan') - float(right)) <= {} * abs(float(right))"
+TAGS = "Think in <think> and </think>, then answer in <answer> and </answer>."
 Row = Callable[[int], tuple[str, Any]]
 
 
@@ -118,6 +119,18 @@ def verdict_of(found: list[Finding], name: str) -> str:
             EXACT,
             "told-answers",
             id="copying",
+        ),
+        pytest.param(
+            lambda n: (f"{TAGS} What is {n} plus {n}?", str(2 * n)),
+            r"re.sub(r'^<think>\n.+\n</think>\n<answer>\n(.*)\n</answer>$', r'\1', text) == right != text",
+            "",
+            id="a strict form in lines",
+        ),
+        pytest.param(
+            lambda n: (f"{TAGS.replace('think', 'plan').replace('answer', 'sum')} What is {n} plus {n}?", str(2 * n)),
+            r"re.sub(r'^<plan>.+</plan> ?<sum> ?(\d+) ?</sum>$', r'\1', text) == right != text",
+            "",
+            id="tags of its own",
         ),
     ],
 )

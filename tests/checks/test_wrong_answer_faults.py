@@ -169,6 +169,12 @@ def test_prompts_in_which_a_word_tells_the_answer_are_found(tmp_path: Path) -> N
             "after other answers",
         ),
         (
+            "    return float(text.partition('<Answer>')[2].partition('<')[0].strip() == right)\n",
+            NUMBERS.replace("470?", "470? Think in <think> tags and answer in <answer> tags."),
+            "reward-signal",
+            "every answer gets 0",
+        ),
+        (
             "    return float(text.strip().lower() == right)\n",
             "{'prompt': f'Is {n} more than 500? Answer Yes or No.', 'solutions': 'Yes' if n > 500 else 'No'}",
             "reward-signal",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from areno.types import PromptItem
 
@@ -10,6 +10,7 @@ _PLAIN = ("{}", "\\boxed{{{}}}", "#### {}", "<answer>{}</answer>", "<answer>\\bo
 _PLAIN += ("The answer is {}.", "Answer: {}")
 REASONING = "I add."
 _OPEN, _REASONED = "<think>\n", f"{REASONING}\n</think>\n\n"
+_GAPS = ("", " ", "\n")  # between a tag and a text
 _WORKED = ("answer", "solution", "response", "output", "completion", "reasoning")  # fields with a whole answer
 _LEAST_WORK = 10  # characters of a worked solution beside its answer
 
@@ -19,10 +20,29 @@ def templates_of(items: Sequence[PromptItem]) -> tuple[str, ...]:
 
     If the prompt has opened the reasoning, the completion does not open it again.
     """
-    reasoned = [f"{_REASONED}{form}" for form in _PLAIN]
+    reasoned, tagged = [f"{_REASONED}{form}" for form in _PLAIN], _tagged_forms(items)
     if _opens_reasoning(items):
-        return (*reasoned, *_PLAIN)
-    return (*_PLAIN, *(f"{_OPEN}{form}" for form in reasoned), "```python\n{}\n```")
+        forms = [*reasoned, *_PLAIN, *tagged]
+    else:
+        forms = [*_PLAIN, *(f"{_OPEN}{form}" for form in reasoned), "```python\n{}\n```", *tagged]
+    return tuple(dict.fromkeys(forms))
+
+
+def _tagged_forms(items: Sequence[PromptItem]) -> Iterator[str]:
+    """Yield forms of the tags that all prompts name, such as <think> and <answer>, in one line and in lines."""
+    prompts = [item.prompt for item in items]
+    named = [part.partition(">")[0] for part in prompts[0].split("<")[1:]] if prompts else []
+    tags = [tag for tag in named if tag.isalpha() and all(f"<{tag}>" in prompt for prompt in prompts)]
+    last = "answer" if "answer" in tags else [*tags, ""][-1]
+    first = "think" if _opens_reasoning(items) else next((tag for tag in tags if tag != last), "")
+    if not last or last == "think":
+        return
+    for gap in _GAPS:
+        for answer in ("{}", *["\\boxed{{{}}}"] * all("\\boxed" in prompt for prompt in prompts)):
+            form = f"<{last}>{gap}{answer}{gap}</{last}>"
+            yield form
+            opened = "" if _opens_reasoning(items) else f"<{first}>{gap}"
+            yield f"{opened}{REASONING}{gap}</{first}>{gap}{form}" if first else form
 
 
 def shown_form(form: str) -> str:
