@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from areno.checks.inputs.encoded_rows import EncodedRow
 from areno.checks.inputs.findings import Finding, green, not_checked, red
 from areno.checks.inputs.subject import Subject
 from areno.checks.inputs.talks import answers_of, rendered, squeezed, text_of, tool_names
@@ -55,6 +57,10 @@ def turn_order(subject: Subject) -> Iterator[Finding]:
         wrong = [name for name in _WRONG if len(faults.get(name, ())) > (_LEAST if name == "missing" else least)]
         for name in wrong:
             text = f"{dataset.key}: in {len(faults[name])} of {len(rows)} rows, {_WRONG[name]}"
+            if name == "missing" and _are_of_one_source(rows, faults[name]):
+                why = "they lie together, or a column marks them: right for a source without one"
+                yield not_checked("turn-order", f"{text}; {why}", list(faults[name].values())[:_EXAMPLES])
+                continue
             yield red("turn-order", text, list(faults[name].values())[:_EXAMPLES])
         if not wrong and talks:
             forms = Counter(" ".join(str(message.get("role")) for message in talk)[:_SHOWN] for _, talk, _ in talks)
@@ -211,6 +217,20 @@ def _without_system(talks: Sequence[tuple[int, Sequence[Mapping[str, Any]]]]) ->
     return {
         index: f"row {index}: {_short(text_of(message))}" for index, message in firsts if message["role"] != "system"
     }
+
+
+def _are_of_one_source(rows: Sequence[EncodedRow], indices: Collection[int]) -> bool:
+    """Whether these rows lie beside each other in the file, or a column has values of its own for them."""
+    is_own = [row.index in indices for row in rows]
+    if sum(one != other for one, other in itertools.pairwise(is_own)) <= 2:
+        return True
+    names = {name for row in rows if isinstance(row.given, Mapping) for name in row.given}
+    for name in names:
+        values = [row.given.get(name) for row in rows]
+        sides = [{str(each) for each, own in zip(values, is_own, strict=True) if own == side} for side in (True, False)]
+        if not sides[0] & sides[1] and len(sides[0]) <= len(indices) / 3:
+            return True
+    return False
 
 
 def _is_result(before: Mapping[str, Any], said: str) -> bool:
