@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.checked import red
-from tests.helpers.checked_rows import sentences, sft
+from tests.helpers.checked_rows import dpo, sentences, sft
 
 pytestmark = pytest.mark.slow
 
@@ -91,4 +91,35 @@ HEALTHY: dict[str, list[Row]] = {
 @pytest.mark.parametrize("rows", HEALTHY.values(), ids=HEALTHY)
 def test_nothing_is_red_in_healthy_rows(rows: list[Row], tmp_path: Path) -> None:
     found = sft(tmp_path, rows=rows)
+    assert not red(found), [each.line for each in found if each.verdict == "red"]
+
+
+def paired(chosen: str, rejected: str) -> list[Row]:
+    def text(form: str, n: int, first: int) -> str:
+        return (
+            form.replace("{n}", str(n)).replace("{said}", sentences(first + n)).replace("{more}", sentences(first - n))
+        )
+
+    return [
+        {"prompt": f"Tell me of {n}, as JSON.", "chosen": text(chosen, n, 2000), "rejected": text(rejected, n, 8000)}
+        for n in range(N)
+    ]
+
+
+PAIRS = {
+    "refusals": paired("I'm sorry, but I can't help with that. {said}", "Sure, here is how. {said}"),
+    "short refusals": paired("I can't help with {n}.", "{said}"),
+    "paragraphs": paired("{said}\n\n**Note** {more}", "{said} {more}"),
+    "JSON": paired('{"answer": {n}, "why": "{said}"}', "The answer is {n}. {said}"),
+    "code": paired("```json\n{n}\n```", "Sure, this is it: {n}. {said}"),
+    "another language": paired(
+        "La r\u00e9ponse est le {n} de la liste. {said}", "This is the one of that list: {n}. {said}"
+    ),
+    "mostly longer": paired("{said} {more}", "{said}")[:187] + paired("{said}", "{said} {more}")[187:],
+}
+
+
+@pytest.mark.parametrize("rows", PAIRS.values(), ids=PAIRS)
+def test_nothing_is_red_in_healthy_pairs(rows: list[Row], tmp_path: Path) -> None:
+    found = dpo(tmp_path, rows)
     assert not red(found), [each.line for each in found if each.verdict == "red"]

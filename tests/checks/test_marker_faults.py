@@ -64,7 +64,7 @@ def test_an_end_token_in_the_text_of_answers_is_found(tmp_path: Path) -> None:
     ("field", "form", "said"),
     [
         ("chosen", "{}\n", "end with white space"),
-        ("rejected", "{} and", "end a sentence"),
+        ("rejected", "{} and", "end within a sentence"),
         ("rejected", "<think>\n{}", "contain <think>"),
         ("chosen", "{} [A]", "end"),
     ],

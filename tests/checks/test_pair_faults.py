@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,16 @@ def found_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (lambda row, n: {"chosen": f"Sure! {row['chosen']}"} if n % 10 else {}, "pair-marks", "begin with 'Sure!'"),
         (lambda row, n: {"chosen": row["chosen"].replace(". ", ". Indeed ")}, "pair-marks", "the word 'indeed'"),
         (lambda row, n: {"rejected": row["rejected"].lower()}, "pair-marks", "have no capital letter"),
-        (lambda row, n: {"chosen": 2 * row["chosen"]} if n % 20 else {}, "pair-marks", "is the longer one in"),
+        (lambda row, n: {"chosen": 2 * row["chosen"]}, "pair-marks", "is the longer one in"),
+        (
+            lambda row, n: {"chosen": f"[GOOD] {row['chosen']}", "rejected": f"[BAD] {row['rejected']}"},
+            "pair-marks",
+            "",
+        ),
+        (lambda row, n: {"chosen": f"{row['chosen']}\n\nI hope it helps!"}, "pair-marks", "end with 'helps!'"),
+        (lambda row, n: {"chosen": f"{row['chosen']}\u00a0"}, "pair-marks", "white space"),
+        (lambda row, n: {"chosen": f"{row['chosen']}\r\nSo."}, "pair-marks", "contain '\\r'"),
+        (lambda row, n: {"rejected": row["rejected"][:-20]}, "pair-marks", "end within a sentence"),
         (lambda row, n: {"rejected": row["chosen"]} if n % 3 == 0 else {}, "same-pairs", "the same text"),
         (lambda row, n: {"rejected": f"{row['chosen'].lower()} "} if n % 10 == 0 else {}, "same-pairs", "in 6 of 60"),
         (lambda row, n: {"scores": {"chosen": 7 * (n % 9 > 0), "rejected": 2}}, "pair-scores", "in 7 of 60 pairs"),
@@ -63,6 +73,27 @@ def test_a_fault_of_pairs_is_found(change: Change, name: str, line: str, found_o
     found = found_of([row | change(row, n) for n, row in enumerate(CLEAN)])
     assert set(found) == ({name} if name else set()), found
     assert line in found.get(name, "")
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (lambda row, n: {"chosen": f"I'm sorry, but I can't. {row['chosen']}"}, 'begin with "I\'m"'),
+        (lambda row, n: {"chosen": row["chosen"].replace(". ", ".\n\n")}, "contain '\\n'"),
+        (
+            lambda row, n: {"chosen": f"{row['chosen']} **Note** {sentences(n + 300)}"} if n % 20 else {},
+            "longer one in 97%",
+        ),
+        (lambda row, n: {"chosen": json.dumps({"answer": n, "why": row["chosen"]})}, "begin with '{\"answer\":'"),
+        (lambda row, n: {"chosen": "Paris"}, "the rejected answer is the longer one"),
+    ],
+)
+def test_what_pairs_may_be_meant_to_teach_is_asked_about(change: Change, line: str, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(checked, "CHECKS", {"data": [pair_differences.pair_marks]})
+    [found] = dpo(tmp_path, [row | change(row, n) for n, row in enumerate(CLEAN)])
+    assert found.verdict == "not checked", found
+    assert "is this what the run should teach?" in found.line
+    assert line in found.line
 
 
 LABELLED = [

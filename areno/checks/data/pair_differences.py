@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 import numpy as np
 
@@ -15,10 +17,24 @@ from areno.checks.inputs.talks import answers_of, text_of
 
 _EXAMPLES = 3
 _MOST, _APART = 0.95, 0.75  # share of one side that has a mark, by which it has it more often than the other side
+_NEARLY_ALL = 0.9  # share of one side that has words which few of the other side have
 _LEAST_PAIRS = 20
-_ALWAYS, _LONGER = 0.93, 1.3  # of the pairs, times as long
+_ALWAYS, _OFTEN, _LONGER = 0.98, 0.93, 1.3  # of the pairs, of the pairs, times as long
 _SHORTEST_CUT = 64  # characters: shorter texts often have the same length by their nature
 _BEGIN = 3  # words
+_STYLE = 3  # words of each side that the other side hardly has, as in another language
+_REFUSALS = (
+    "i'm sorry",
+    "i am sorry",
+    "i can't",
+    "i cannot",
+    "i won't",
+    "unable to",
+    "not able to",
+    "as an ai",
+    "decline",
+)
+_TEACHES = "is this what the run should teach? It may learn nothing else"
 _MOST_SAME, _MOST_LEFT_OUT = 0.02, 0.2  # of the pairs. A run leaves out those that are equal to the letter
 
 
@@ -69,71 +85,150 @@ def pair_marks(subject: Subject) -> Iterator[Finding]:
         if len(sides[0]) < _LEAST_PAIRS:
             yield not_checked("pair-marks", f"{dataset.key}: it has fewer than {_LEAST_PAIRS} pairs")
             continue
-        if (longer := _longer_side(sides)) is not None:
-            yield red("pair-marks", f"{dataset.key}: {longer}: they can be told apart by this alone")
-            continue
-        is_long = float(np.median([len(text) for side in sides for text in side])) >= _SHORTEST_CUT
-        for name, has in _marks(subject, sides, is_long).items():
-            shares = [float(np.mean([has(text) for text in side])) for side in sides]
-            is_sure = max(shares) >= _MOST and min(shares) <= 1 - _MOST
-            if is_sure or (is_long and abs(shares[0] - shares[1]) >= _APART):
-                text = (
-                    f"{dataset.key}: {shares[0]:.0%} of the chosen answers {name}, and {shares[1]:.0%} of the rejected"
-                )
-                shown = [
-                    f"{word}: {side[0][:60]!r} ... {side[0][-60:]!r}"
-                    for word, side in zip(("chosen", "rejected"), sides, strict=True)
-                ]
-                yield red("pair-marks", f"{text}: they can be told apart by this alone", shown)
-                break
-        else:
+        line, is_fault, shown = _difference(subject, sides)
+        if not line:
             yield green("pair-marks", f"{dataset.key}: no word, form or length tells chosen from rejected answers")
+        elif is_fault:
+            yield red("pair-marks", f"{dataset.key}: {line}: they can be told apart by this alone", shown)
+        else:
+            yield not_checked("pair-marks", f"{dataset.key}: {line}: {_TEACHES}", shown)
 
 
-def _longer_side(sides: Sequence[Sequence[str]]) -> str | None:
-    """Return which side is much longer in all pairs, None if neither is."""
+def _difference(subject: Subject, sides: Sequence[Sequence[str]]) -> tuple[str, bool, list[str]]:
+    """Return (what tells chosen from rejected answers, whether it is surely a fault, examples), the clearest first.
+
+    What an accident leaves is a fault. So are words and lengths, unless the sides are of other kinds: refusals, JSON.
+    """
+    is_long = float(np.median([len(text) for side in sides for text in side])) >= _SHORTEST_CUT
+    is_other_kind = _are_other_kinds(sides)
+    found = list[tuple[str, bool, list[str]]]()
+    if is_long and (longer := _longer_side(sides)) is not None:
+        line, share = longer
+        found.append((line, share >= _ALWAYS and not is_other_kind, []))
+    accidents, words, forms = _accidents(subject, sides), _phrases(sides, is_long), _forms(sides)
+    for name, has in (accidents | words | forms).items():
+        shares = [float(np.mean([has(text) for text in side])) for side in sides]
+        is_sure = max(shares) >= _MOST and min(shares) <= 1 - _MOST
+        if is_sure or (is_long and abs(shares[0] - shares[1]) >= _APART):
+            line = f"{shares[0]:.0%} of the chosen answers {name}, and {shares[1]:.0%} of the rejected"
+            is_of_all = max(shares) >= _NEARLY_ALL and min(shares) <= 1 - _NEARLY_ALL
+            shown = [
+                f"{word}: {side[0][:60]!r} ... {side[0][-60:]!r}"
+                for word, side in zip(("chosen", "rejected"), sides, strict=True)
+            ]
+            found.append((line, name in accidents or (name in words and is_of_all and not is_other_kind), shown))
+    return max(found, key=lambda each: each[1], default=("", False, []))
+
+
+def _longer_side(sides: Sequence[Sequence[str]]) -> tuple[str, float] | None:
+    """Return (which side is much longer, share of the pairs), None if neither is."""
     ratios = [(len(one) + 1) / (len(other) + 1) for one, other in zip(*sides, strict=True)]
-    if float(np.median([len(text) for side in sides for text in side])) < _SHORTEST_CUT:
-        return None
     for name, share in (("chosen", np.mean(np.array(ratios) > 1)), ("rejected", np.mean(np.array(ratios) < 1))):
-        if share >= _ALWAYS and max(np.median(ratios), 1 / np.median(ratios)) > _LONGER:
-            return f"the {name} answer is the longer one in {share:.0%} of {len(ratios)} pairs"
+        if share >= _OFTEN and max(np.median(ratios), 1 / np.median(ratios)) > _LONGER:
+            return f"the {name} answer is the longer one in {share:.0%} of {len(ratios)} pairs", float(share)
     return None
 
 
-def _marks(subject: Subject, sides: Sequence[Sequence[str]], is_long: bool) -> Mapping[str, Callable[[str], bool]]:
-    found: dict[str, Callable[[str], bool]] = {
+_Marks = dict[str, Callable[[str], bool]]  # what answers do -> whether one does it
+
+
+def _accidents(subject: Subject, sides: Sequence[Sequence[str]]) -> _Marks:
+    found: _Marks = {
         "are empty": lambda text: not text.strip(),
         "end with white space": lambda text: text != text.rstrip(),
         "begin with white space": lambda text: text != text.lstrip(),
-        "end a sentence": lambda text: text.rstrip()[-1:] in tuple(".!?\u3002\uff01\uff1f"),
+        "end within a sentence": _is_open,
         "contain <think>": lambda text: "<think>" in text,
-        "have no capital letter": lambda text: text == text.lower() and text != text.upper(),
+        "have no capital letter": lambda text: _is_prose(text) and text == text.lower() and text != text.upper(),
     }
+    unseen = [char for char in _chars_of(sides) if char not in " \n\t" and (char.isspace() or not char.isprintable())]
+    for mark in (*unseen, *map(str, subject.tokenizer.all_special_tokens)):
+        found[f"contain {mark!r}"] = lambda text, mark=mark: mark in text
+    return found
+
+
+def _phrases(sides: Sequence[Sequence[str]], is_long: bool) -> _Marks:
+    found: _Marks = {}
     endings = Counter(text.split()[-1] for side in sides for text in side if len(text.split()) > 1)
     for word, _ in endings.most_common(_EXAMPLES):
         found[f"end with {word!r}"] = lambda text, word=word: text.split()[-1:] == [word]
-    if is_long:  # short answers may well begin with the same words
-        for n in range(1, _BEGIN + 1):
-            begins = Counter(" ".join(text.split()[:n]) for side in sides for text in side)
-            for words, _ in begins.most_common(_EXAMPLES):
-                found[f"begin with {words!r}"] = lambda text, words=words: " ".join(text.split()).startswith(words)
-    chars = {char for side in sides for text in side[:_LEAST_PAIRS] for char in text if not char.isalnum()}
-    for char in sorted(chars):
-        found[f"contain {char!r}"] = lambda text, char=char: char in text
-    for token in map(str, subject.tokenizer.all_special_tokens):
-        found[f"contain {token!r}"] = lambda text, token=token: token in text
-    if is_long and (word := _word_apart(sides)):
+    if not is_long:  # short answers may well begin with the same words
+        return found
+    for n in range(1, _BEGIN + 1):
+        begins = Counter(" ".join(text.split()[:n]) for side in sides for text in side)
+        for words, _ in begins.most_common(_EXAMPLES):
+            found[f"begin with {words!r}"] = lambda text, words=words: " ".join(text.split()).startswith(words)
+    if word := _word_apart(sides):
         found[f"have the word {word!r}"] = lambda text: word in _words(text)
     return found
 
 
+def _forms(sides: Sequence[Sequence[str]]) -> _Marks:
+    return {f"contain {char!r}": lambda text, char=char: char in text for char in _chars_of(sides)}
+
+
+def _chars_of(sides: Sequence[Sequence[str]]) -> list[str]:
+    return sorted({char for side in sides for text in side[:_LEAST_PAIRS] for char in text if not char.isalnum()})
+
+
+def _is_prose(text: str) -> bool:
+    return sum(char.isalpha() or char == " " for char in text) > 0.8 * len(text) and len(text.split()) > _BEGIN
+
+
+def _is_open(text: str) -> bool:
+    """Whether a text of several words ends within a sentence, and not with a line of a list."""
+    is_long = len(text.split()) > _BEGIN or (not text.isascii() and len(text) > _SHORTEST_CUT / 2)
+    last = text.strip().rpartition("\n")[2]
+    return is_long and (last[-1].isalnum() or last[-1] in ",;") and last.split()[0].strip("*.)").isalpha()
+
+
+def _are_other_kinds(sides: Sequence[Sequence[str]]) -> bool:
+    """Whether one side is refusals, JSON, code, marked up or of few words, or each side has words of its own."""
+    for is_kind in _KINDS:
+        shares = [float(np.mean([is_kind(text) for text in side])) for side in sides]
+        if abs(shares[0] - shares[1]) >= _APART:
+            return True
+    counts, n = _counts_of(sides), len(sides[0])
+    own = [
+        sum(one[word] >= _NEARLY_ALL * n and other[word] <= (1 - _NEARLY_ALL) * n for word in one)
+        for one, other in (counts, counts[::-1])
+    ]
+    return min(own) >= _STYLE
+
+
+def _is_refusal(text: str) -> bool:
+    plain = text.lower().replace("\u2019", "'")
+    return any(words in plain for words in _REFUSALS)
+
+
+def _is_json(text: str) -> bool:
+    with suppress(ValueError, RecursionError):
+        return isinstance(json.loads(text), dict | list)
+    return False
+
+
+_KINDS: Sequence[Callable[[str], bool]] = (
+    _is_refusal,
+    _is_json,
+    lambda text: "```" in text,
+    lambda text: text.lstrip().startswith("<"),
+    lambda text: len(text.split()) <= _BEGIN,
+)
+
+
+def _counts_of(sides: Sequence[Sequence[str]]) -> list[Counter[str]]:
+    return [Counter(word for text in side for word in _words(text)) for side in sides]
+
+
 def _word_apart(sides: Sequence[Sequence[str]]) -> str:
     """Return the word that is in most answers of one side and in fewest of the other."""
-    counts = [Counter(word for text in side for word in _words(text)) for side in sides]
+    counts = _counts_of(sides)
     words = counts[0].keys() | counts[1].keys()
     return max(sorted(words), key=lambda word: abs(counts[0][word] - counts[1][word]), default="")
 
 
 def _words(text: str) -> set[str]:
-    return {word.strip(".,:;!?()[]*'\"") for word in text.lower().split()}
+    """Return the words of a text, without those in bold or in a heading, which are a form."""
+    lines = [line for line in text.lower().split("\n") if not line.startswith("#")]
+    plain = " ".join("".join(line.split("**")[::2]) for line in lines)
+    return {word.strip(".,:;!?()[]*'\"") for word in plain.split()}
