@@ -46,6 +46,8 @@ def trained_groups(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
     """Whether each step trains exactly the groups that dynamic sampling keeps, or all of them."""
     n_dropped, config, name = 0, found.run.config, "trained-groups"
     steps = list(sampled_steps(found.run))
+    if not steps:  # of SFT, say
+        return
     for step in steps:
         if any(sample is None for sample in step.samples):
             return  # see training-rows
@@ -74,7 +76,7 @@ def trained_groups(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
             return
     if config.rollout.dynamic_sampling:
         yield green(name, f"the groups that dynamic sampling keeps are trained, and none of the {n_dropped} others")
-    elif steps:
+    else:
         yield green(name, "all samples with a reward are trained")
 
 
