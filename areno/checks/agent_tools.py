@@ -114,25 +114,32 @@ def _faults(name: str, tool: Mapping[str, Any], results: Sequence[Result]) -> It
     elif roles == {"assistant"}:
         text = f"the result of {what} is sent as a message of the assistant: the model believes that it has said it"
         yield red("agent-tools", text, details)
+    elif not any(given):
+        yield red("agent-tools", f"{what} returned nothing")
     elif set(given) <= _NOTHING:
-        yield red("agent-tools", f"{what} returned {f'`{given[0]}`' if given[0] else 'nothing'}")
+        yield not_checked("agent-tools", f"{what} returned `{given[0]}`: is it meant to return nothing?")
     elif all(map(_is_bug, given)) or (all(map(_is_error, given)) and not has_free_text(tool)):
         yield red("agent-tools", f"{what} returned {_short(given[0])}", details)
     elif all(map(_is_error, given)):
         text = f"{what} returned {_short(given[0])}; its arguments here are made from its schema, so this may be right"
         yield not_checked("agent-tools", text, details)
-    elif all(map(_is_cut, given)):
+    elif _are_cut(given):
         text = f"the result of {what} ends within a text, as if it were cut: ...`{given[0][-40:]}`"
         yield red("agent-tools", f"{text} ({len(given[0])} characters)", details)
 
 
-def _is_cut(result: str) -> bool:
-    """Whether a result is JSON without its end, or has a round number of characters and no end of a sentence."""
-    if result.startswith(("{", "[")) and not result.endswith(("}", "]")):
+def _are_cut(results: Sequence[str]) -> bool:
+    """Whether all results are JSON without its end, or have one round number of characters and no end of a sentence."""
+    if all(_opens_json(result) and not result.endswith(("}", "]")) for result in results):
         return True
-    n = len(result)
+    n = len(results[0])
     is_round = n in _ROUND or (n > max(_ROUND) and (n % 500 == 0 or n % 512 == 0))
-    return is_round and not result.endswith(_ENDS)
+    several = len(set(results)) > 1  # one text may have this length by chance
+    return is_round and several and all(len(result) == n and not result.endswith(_ENDS) for result in results)
+
+
+def _opens_json(result: str) -> bool:
+    return result.startswith(("{", "[")) and result[1:].lstrip().startswith(('"', "'", "{", "["))
 
 
 def _is_bug(result: str) -> bool:

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 
 TOOL = """
 import json
+import time
 
 FIELDS = {"type": "object", "required": ["a", "b"], "properties": {"a": {"type": "number"}, "b": {"type": "number"}}}
 TOOL = {"name": "multiply", "parameters": FIELDS}
@@ -164,9 +165,8 @@ def test_a_tool_that_never_works_is_found(agent, found_with):
     ("agent", "changes", "said"),
     [
         (CHAT, [("RESULT", "''")], "each call of `multiply` returned nothing"),
-        (CHAT, [("RESULT", "str(None)")], "each call of `multiply` returned `None`"),
         (CHAT, [("RESULT", "str(json.loads(arguments)['c'])")], "KeyError('c')"),
-        (CHAT, [("RESULT", "('The product of both is a number. ' * 9)[:100]")], "as if it were cut"),
+        (CHAT, [("RESULT", "(f'The product at {time.time_ns()} is one number. ' * 9)[:128]")], "as if it were cut"),
         (CHAT, [("RESULT", "json.dumps({'text': 'The product. ' * 9})[:90]")], "as if it were cut"),
         (CHAT, [('"role": "tool", "tool_call_id": call.id', '"role": "assistant"')], "as a message of the assistant"),
         (CHAT, [("messages.append({", "[].append({")], "never reaches the model"),
@@ -180,6 +180,18 @@ def test_a_result_that_is_lost_or_cut_is_found(agent, changes, said, found_with)
     found = found_with(agent, *changes)
     assert found.verdict == ("red" if said else "green"), found  # a text of the user may be the result
     assert said in found.line
+
+
+@pytest.mark.parametrize(
+    ("result", "verdict"),
+    [
+        ("str(None)", "not checked"),  # a tool that sets something
+        ("'[1] Title: Paris. The city is'", "green"),
+        ("('The product of both is a number. ' * 9)[:100]", "green"),  # one text that has this length by chance
+    ],
+)
+def test_results_that_may_be_right_are_not_red(result, verdict, found_with):
+    assert found_with(CHAT, ("RESULT", result)).verdict == verdict
 
 
 def test_trained_results_of_tools_are_found(found_with):
