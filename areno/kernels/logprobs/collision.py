@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from areno.kernels.logprobs import VocabSoftmax, log_softmax
+from areno.kernels.logprobs import StudentChunk, log_softmax
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +22,11 @@ class Collision:
     def n_saved(self) -> int:
         return 0
 
-    def compute_divergence(
-        self, head: VocabSoftmax, part: slice, logits_CV: Tensor, norm_2C: Tensor
-    ) -> tuple[Tensor, Tensor, Any]:
+    def compute_divergence(self, student: StudentChunk) -> tuple[Tensor, Tensor, Any]:
+        head, norm_2C = student.head, student.norm_2C
         no_targets_C = norm_2C.new_zeros(norm_2C.shape[1]).long()
         half = head.temperature / 2
-        doubled_2C = log_softmax(logits_CV, no_targets_C, head.first, half, head.all_reduce)[2]
+        doubled_2C = log_softmax(student.logits_CV, no_targets_C, head.first, half, head.all_reduce)[2]
         top_C, rest_C = doubled_2C - 2 * norm_2C
         return (top_C + rest_C).exp(), norm_2C.new_empty((len(no_targets_C), 0)), None
 
