@@ -319,7 +319,7 @@ class Program(threading.Thread):
 
 
 def two_turns(session: dict[str, Any], post: Callable[..., Any]) -> None:
-    client = OpenAI(base_url=session["base_url"], api_key=session["api_key"], max_retries=0)
+    client = OpenAI(base_url=session["base_url"], api_key=session["api_key"], max_retries=0, timeout=60)
     messages = session["messages"]
     for _ in range(2):
         response = client.chat.completions.create(model="policy", messages=messages, max_tokens=6)
@@ -335,7 +335,7 @@ def trained(folder: Path, *settings: str, n_programs: int = 3, work: Any = two_t
         program.start()
     played = play("gspo", folder, *SETTINGS, *settings, train_dataset=ROWS)
     for program in programs:
-        program.join(30)
+        program.join(90)  # longer than a request of it waits
         assert not program.errors
         assert not program.is_alive()
     return played
