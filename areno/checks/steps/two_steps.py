@@ -202,6 +202,7 @@ def shorter_samples(config: PolicyExperimentConfig, n_samples: int, most_tokens:
     if config.actor.overlong_tokens is not None:
         found["actor.overlong_tokens"] = shorter(config.actor.overlong_tokens)
     for name, source in (config.train_dataset.sources or {}).items():
+        found[f"{source_key(name)}.reward"] = None  # a stand-in replaces it, too
         if source.n_samples is not None:
             found[f"{source_key(name)}.n_samples"] = min(n_samples, source.n_samples)
         if source.max_new_tokens is not None:
