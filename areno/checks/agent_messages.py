@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areno.checks.inputs.answer_forms import reference_text
-from areno.checks.inputs.findings import Finding, NotChecked, examples, green, not_checked, red
+from areno.checks.inputs.findings import Finding, NotChecked, examples, green, not_checked, quoted, red
 from areno.checks.inputs.subject import Subject
 from areno.checks.inputs.talks import text_of
 from areno.checks.steps.two_steps import two_steps
@@ -70,7 +70,8 @@ def _told_answers(episodes: Sequence[_Episode]) -> Iterator[Finding]:
         found = next((at for at, text in enumerate(sent) if any(answer in text for answer in own)), None)
         by_chance += any(answer in text for answer in others if answer not in prompt for text in sent)
         if found is not None:
-            told.append(f"row {episode.item.index}: {_short(episode.sent[found])}; its answer: {own[0].strip()[:40]}")
+            message, answer = quoted(episode.sent[found], 120), own[0].strip()[:40]
+            told.append(f"row {episode.item.index}: {message}; its answer: {answer}")
     text = f"in {len(told)} of {len(known)} episodes, a message of the agent contains the answer of the row"
     is_told = len(told) >= _LEAST and len(told) - by_chance > _MOST_TOLD * len(known)
     if is_told:
@@ -123,7 +124,3 @@ def _sampling(run: Any, config: PolicyExperimentConfig) -> Iterator[Finding]:
         yield red(name, f"{text}: ratios are wrong. Leave out the temperature of requests")
     elif n:
         yield green(name, f"{n} requests have the temperature of gconfig")
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 120 else f"{text[:117]}...")

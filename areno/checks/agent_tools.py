@@ -15,7 +15,7 @@ from areno.agents.inline import InlineAgents
 from areno.agents.pool import AgentPool
 from areno.agents.running import AgentOutcome
 from areno.agents.trajectories import AgentContext, AgentItem
-from areno.checks.inputs.findings import Finding, NotChecked, green, not_checked, red
+from areno.checks.inputs.findings import Finding, NotChecked, green, not_checked, red, shortened
 from areno.checks.inputs.scripted_endpoint import Result, ScriptedEndpoint, has_free_text
 from areno.checks.inputs.subject import Subject
 from areno.config.agent import COMMAND, ONLINE, AgentConfig
@@ -188,4 +188,4 @@ def _run(subject: Subject, config: PolicyExperimentConfig, server: ScriptedEndpo
 
 def _short(text: str) -> str:
     line = " ".join((text.strip().splitlines()[-1] if "Traceback" in text else text).split())
-    return f"`{line if len(line) <= 120 else f'{line[:117]}...'}`"
+    return f"`{shortened(line, 120)}`"

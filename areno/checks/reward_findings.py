@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from areno.checks.inputs.answer_forms import reference_text, shown_form, templates_of
-from areno.checks.inputs.findings import Finding, examples, green, not_checked, red
+from areno.checks.inputs.findings import Finding, examples, green, not_checked, quoted, red
 from areno.checks.inputs.talks import without_think_tags
 from areno.types import PromptItem, RewardOutcome, RewardRecord
 
@@ -49,7 +49,7 @@ def failures_finding(where: str, records: Sequence[RewardRecord], outcomes: Sequ
     if not lost:
         return green("reward-failures", f"{where}each of {len(records)} answers has a reward")
     details = [
-        f"{short(record.completion)}: {outcome.status}: {outcome.message.strip().splitlines()[-1]}"
+        f"{quoted(record.completion)}: {outcome.status}: {outcome.message.strip().splitlines()[-1]}"
         for record, outcome in lost
     ]
     return red("reward-failures", text, examples(details))
@@ -59,7 +59,7 @@ def repeated_finding(
     where: str, records: Sequence[RewardRecord], first: Sequence[RewardOutcome], again: Sequence[RewardOutcome]
 ) -> Finding:
     faults = [
-        f"{short(record.completion)}: {one.value} and {other.value}"
+        f"{quoted(record.completion)}: {one.value} and {other.value}"
         for record, one, other in zip(records, first, again, strict=True)
         if one.value != other.value
     ]
@@ -162,7 +162,3 @@ def reference_finding(where: str, tried: Sequence[Tried], forms: Sequence[Tried]
     else:
         text = f"{where}no form in which the reference answer was tried gets more than an answer that is {best}"
         yield not_checked(name, text, shown)
-
-
-def short(text: str) -> str:
-    return repr(text if len(text) <= 60 else f"{text[:57]}...")

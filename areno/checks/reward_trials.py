@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from areno.checks.inputs.answer_forms import reference_text, shown_form
-from areno.checks.inputs.findings import Finding, examples, green, not_checked, red
+from areno.checks.inputs.findings import Finding, examples, green, not_checked, red, shortened
 from areno.checks.inputs.known_answers import NOISE, Asked, KnownAnswers, Trial, Values, mean_of, number_of
 from areno.checks.wrong_answers import TRIALS as WRONG
 from areno.config.rollout import GenerationConfig
@@ -199,7 +199,7 @@ def each_row(
     if not failing:
         yield green(name, f"{where}the reference answers of {n} rows get the reward of a right answer, {top:g}")
         return
-    rows = ", ".join(f"{items[at].index} ({_short(references[at])})" for at in failing[:_SHOWN])
+    rows = ", ".join(f"{items[at].index} ({shortened(references[at], 20)})" for at in failing[:_SHOWN])
     more = ", ..." * (len(failing) > _SHOWN)
     text = f"{where}the reference answers of {len(failing)} of {n} rows get no reward: rows {rows}{more}"
     raised = [outcomes[at].message.strip() for at in failing if outcomes[at].value is None]
@@ -300,7 +300,3 @@ def _word_before(words: Sequence[str]) -> tuple[str, bool]:
         if _LABELS & set(word.strip(_AROUND).lower().replace("-", "_").split("_")):
             return word.strip(_AROUND), True
     return words[-2].strip(_AROUND) if len(words) > 1 else "", False
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 20 else f"{text[:17]}..."

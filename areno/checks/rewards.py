@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from areno.checks.agent_rewards import rewards_of_episodes
 from areno.checks.inputs.answer_forms import reference_forms, reference_text, reopened_forms, templates_of
-from areno.checks.inputs.findings import Finding, NotChecked, examples, green, not_checked, red
+from areno.checks.inputs.findings import Finding, NotChecked, examples, green, not_checked, quoted, red
 from areno.checks.inputs.known_answers import NOISE, Asked, KnownAnswers
 from areno.checks.inputs.subject import Subject
 from areno.checks.plans import rollout_seconds
@@ -21,7 +21,6 @@ from areno.checks.reward_findings import (
     failures_finding,
     reference_finding,
     repeated_finding,
-    short,
     shown_means,
     signal_finding,
 )
@@ -307,7 +306,7 @@ def _reach(
         if outcome.value is not None and whole[at] is not None and outcome.value < (whole[at] or 0.0)
     ]
     text = f"{where}{len(lost)} of {n} reference answers are right only beyond {most} tokens (gconfig.max_new_tokens)"
-    details = [f"{short(answers.texts['reference'][at])} has {len(encoded[at])} tokens" for at in lost[:_SHOWN]]
+    details = [f"{quoted(answers.texts['reference'][at])} has {len(encoded[at])} tokens" for at in lost[:_SHOWN]]
     yield (red if len(lost) > _MOST_UNREACHED * n else green)(name, text, details)
 
 

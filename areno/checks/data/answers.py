@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from areno.checks.inputs.encoded_rows import EncodedRow
-from areno.checks.inputs.findings import Finding, MarkedText, NotChecked, examples, green, not_checked, red
+from areno.checks.inputs.findings import Finding, MarkedText, NotChecked, examples, green, not_checked, quoted, red
 from areno.checks.inputs.subject import Dataset, Subject
 from areno.checks.inputs.talks import (
     Answer,
@@ -26,6 +27,7 @@ from areno.types import TrainSequence
 
 _SHOWN_ROWS = 10
 _SHOWN_FAULTS = 3
+_short = functools.partial(quoted, most=80)
 _CLIPPED = 600  # characters of a piece
 _START = 12  # characters of an answer by which its start is found
 _LEAST_PROMPT = 16  # characters: an answer may begin with a shorter prompt by chance
@@ -302,7 +304,3 @@ def _decoded(subject: Subject, tokens: Sequence[int]) -> tuple[str, bool]:
 def _clipped(text: str) -> str:
     half = _CLIPPED // 2
     return text if len(text) <= _CLIPPED else f"{text[:half]} ... {text[-half:]}"
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 80 else f"{text[:77]}...")

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from areno.checks.inputs.findings import Finding, green, not_checked, red
+from areno.checks.inputs.findings import Finding, green, not_checked, quoted, red
 from areno.checks.inputs.subject import Dataset, Subject
 from areno.checks.inputs.talks import answers_of, text_of, text_of_row
 from areno.data.row_schema import rows_at
@@ -27,7 +27,6 @@ _ALIKE = 0.8  # of the rare words of two questions: an answer to one fits the ot
 _FEW = 0.25  # of the rows
 _LEAST_WORK = 40  # characters: a shorter text of a row is no worked solution
 _EXAMPLES = 3
-_SHOWN = 60  # characters
 
 
 @dataclass
@@ -50,8 +49,8 @@ def own_answers(subject: Subject) -> Iterator[Finding]:
             if (fault := _fault(found, name)) is not None:
                 line, of_others = fault
                 shown = [
-                    f"row {row}: {_short(asked[indices.index(row)])} fits the answer of row {other}: "
-                    f"{_short(answers[indices.index(other)])}"
+                    f"row {row}: {quoted(asked[indices.index(row)])} fits the answer of row {other}: "
+                    f"{quoted(answers[indices.index(other)])}"
                     for row, other in of_others[:_EXAMPLES]
                 ]
                 yield red("own-answers", f"{dataset.key}: {line}", shown)
@@ -161,7 +160,3 @@ def _are_alike(one: set[str], other: set[str]) -> bool:
 
 def _words(text: str) -> set[str]:
     return set("".join(char if char.isalnum() else " " for char in text.lower()).split())
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}...")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from areno.checks.inputs.encoded_rows import EncodedRow
-from areno.checks.inputs.findings import Finding, green, not_checked, red
+from areno.checks.inputs.findings import Finding, green, not_checked, red, shortened
 from areno.checks.inputs.subject import Dataset, Subject
 from areno.checks.inputs.talks import contains, leaves, squeezed, text_of_row, tool_names
 from areno.config.policy_experiments import PolicyExperimentConfig
@@ -68,7 +68,7 @@ def unused_columns(subject: Subject) -> Iterator[Finding]:
                 yield not_checked("unused-columns", f"{text}; the agent may read it")
                 continue
             wanted = "join it with the answer" if known else "join it with the prompt"
-            shown = [f"row {row.index}: {name}: {_short(row.given[name])}" for row in own[:_EXAMPLES]]
+            shown = [f"row {row.index}: {name}: {shortened(repr(row.given[name]))}" for row in own[:_EXAMPLES]]
             yield red("unused-columns", f"{text}: {wanted} ({dataset.key}.loader), or leave out the column", shown)
         if not meant and not similar:
             text = f"{dataset.key}: no unread column has a name of texts for the prompt, such as 'context'"
@@ -125,7 +125,7 @@ def _named_columns(
             known, settings = dataset.section.columns.renamed_columns(), similar_columns(subject.kind, own[0].given)
             named = [f"{dataset.key}.columns.{each}={settings[each]}" for each in settings if each not in known]
             text += f"read it with {' '.join(named)}"
-        shown = [f"row {row.index}: {name}: {_short(row.given[name])}" for row in own[:_EXAMPLES]]
+        shown = [f"row {row.index}: {name}: {shortened(repr(row.given[name]))}" for row in own[:_EXAMPLES]]
         if agent_reads:
             yield not_checked("unused-columns", f"{text}. Or does the agent read it?", shown)
         elif field == "solutions" and not is_part:
@@ -208,7 +208,9 @@ def swapped_columns(subject: Subject) -> Iterator[Finding]:
         n_asked, n_answered = (sum(_asks(pair[side]) for pair in texts) for side in (0, 1))
         text = f"{dataset.key}: {n_asked} of {len(rows)} prompts read like questions or tasks, {n_answered} answers do"
         if n_answered > max(len(rows) / 4, 2 * n_asked):
-            shown = [f"prompt {_short(asked)}, answer {_short(said)}" for asked, said in texts[:_EXAMPLES]]
+            shown = [
+                f"prompt {shortened(repr(asked))}, answer {shortened(repr(said))}" for asked, said in texts[:_EXAMPLES]
+            ]
             yield red("swapped-columns", f"{text}: they seem to be swapped", shown)
         else:
             yield green("swapped-columns", text)
@@ -227,8 +229,3 @@ _ASK: Callable[[str], bool] = frozenset(_TASKS.split()).__contains__
 def _asks(text: str) -> bool:
     words = text.split(maxsplit=1)
     return text.rstrip().endswith("?") or (bool(words) and _ASK(words[0].strip(",.:").lower()))
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from areno.checks.inputs.findings import Finding, green, not_checked, red
+from areno.checks.inputs.findings import Finding, green, not_checked, quoted, red
 from areno.checks.inputs.known_answers import number_of
 from areno.checks.inputs.subject import Dataset, Subject
 from areno.data.row_schema import rows_at
@@ -49,7 +49,7 @@ def answers_of_texts(subject: Subject) -> Iterator[Finding]:
                 continue
             if (why := _pattern(found) if is_marked else None) is not None:
                 shown = [
-                    f"row {row}: the answer is {_short(answer)}, {name} has {_short(own)}"
+                    f"row {row}: the answer is {quoted(answer)}, {name} has {quoted(own)}"
                     for row, answer, own, _ in found.other[:_EXAMPLES]
                 ]
                 text = f"{dataset.key}: in {len(found.other)} of {found.n} rows, the answer is not that which column"
@@ -64,7 +64,7 @@ def answers_of_texts(subject: Subject) -> Iterator[Finding]:
                     f"{dataset.key}: in {len(wrong)} of {found.n} rows, the answer is not {where}; in the others it is"
                 )
                 shown = [
-                    f"row {row}: the answer is {_short(answer)}, {name} has {_short(own)}: ...{said[-_SHOWN:]!r}"
+                    f"row {row}: the answer is {quoted(answer)}, {name} has {quoted(own)}: ...{said[-_SHOWN:]!r}"
                     for row, answer, own, said in wrong[:_EXAMPLES]
                 ]
                 faults.append(red("answer-columns", text, shown))
@@ -180,7 +180,3 @@ def _is_right(answer: str, solution: str) -> bool:
         return reward_fn(_Asked(f"\\boxed{{{answer}}}", solution)) > 0
     except Exception:  # math-verify and sympy raise many kinds of errors
         return True
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}...")

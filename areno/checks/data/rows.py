@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from areno.checks.inputs.encoded_rows import form_of
-from areno.checks.inputs.findings import Finding, NotChecked, green, not_checked, red
+from areno.checks.inputs.findings import Finding, NotChecked, green, not_checked, red, shortened
 from areno.checks.inputs.subject import Subject
 from areno.checks.inputs.talks import answers_of, text_of_row, words_of
 
@@ -171,13 +171,8 @@ def _content(row: Any) -> str:
 
 def _fields(row: Any) -> str:
     if not isinstance(row, Mapping):
-        return _shown(row)
-    return ", ".join(f"{name}: {_shown(value)}" for name, value in row.items() if value is not None)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+        return shortened(repr(row))
+    return ", ".join(f"{name}: {shortened(repr(value))}" for name, value in row.items() if value is not None)
 
 
 def _is_permutation(ratings: Sequence[float]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections import Counter
@@ -10,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from areno.checks.inputs.encoded_rows import EncodedRow
-from areno.checks.inputs.findings import Finding, green, not_checked, red
+from areno.checks.inputs.findings import Finding, green, not_checked, quoted, red
 from areno.checks.inputs.subject import Subject
 from areno.checks.inputs.talks import answers_of, rendered, squeezed, text_of, tool_names
 from areno.config.policy_experiments import PolicyExperimentConfig
@@ -20,6 +21,7 @@ _MOST = 0.05  # of the conversations
 _LEAST = 3
 _EXAMPLES = 3
 _SHOWN = 70  # characters
+_short = functools.partial(quoted, most=_SHOWN)
 _RESULTS = ("<tool_response>", "[TOOL_RESULTS]", "<function_results>", "<|observation|>", "FUNCTION RESPONSE:")
 _RESULTS += ("<tool_result>", "<function_response>", "\nObservation:", "<|start_header_id|>ipython", "[/TOOL_RESULTS]")
 _CALL_KEYS = ({"name", "arguments"}, {"name", "parameters"}, {"function"}, {"tool_calls"}, {"action", "action_input"})
@@ -251,7 +253,3 @@ def _json(text: str) -> Any:
     with suppress(ValueError, RecursionError):
         return json.loads(text)
     return None
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}...")

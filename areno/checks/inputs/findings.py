@@ -64,6 +64,14 @@ def examples(faults: Iterable[str], most: int = 3) -> list[str]:
     return [*firsts.values()][:most]
 
 
+def shortened(text: str, most: int = 60) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def quoted(text: str, most: int = 60) -> str:
+    return repr(shortened(text, most))
+
+
 class NotChecked(Exception):
     """Raised inside of a check if this run does not have what it checks. The text is the reason."""
 
