@@ -221,11 +221,7 @@ class GenerationRequest:
         return 1.0 if self.raw_logprobs else self.params.logprob_temperature
 
     def shares_prefill(self, other: GenerationRequest) -> bool:
-        """Return whether one prefill serves both requests.
-
-        That is so if the requests differ only in seed, number of samples, first_sample, expected_tokens and
-        draft_scope.
-        """
+        """Return whether one prefill serves both requests: the fields below may differ."""
         if self.prompt != other.prompt:
             return False
         return self == replace(
