@@ -159,7 +159,8 @@ def small_changes(config: Any, most_of_turn: int = _MOST_NEW) -> dict[str, Any]:
         "train_dataset.batch_size": _N_PROMPTS if n_samples > 1 else _N_PAIRS,
         **shorter_samples(config, n_samples, _MOST_NEW if config.agent.fn is None else most_of_turn),
         "actor.ppo_n_minibatches": 1,
-        "reward": {"fn": "math", "workers": 1},  # a stand-in replaces it
+        "reward": {"fn": "math", "workers": 1},  # a stand-in replaces it, and those of sources
+        **{f"{source_key(name)}.reward": None for name in sources},
         "tune": {},
         **({"ref.offload": False} if config.ref is not None else {}),
     }
@@ -202,7 +203,6 @@ def shorter_samples(config: PolicyExperimentConfig, n_samples: int, most_tokens:
     if config.actor.overlong_tokens is not None:
         found["actor.overlong_tokens"] = shorter(config.actor.overlong_tokens)
     for name, source in (config.train_dataset.sources or {}).items():
-        found[f"{source_key(name)}.reward"] = None  # a stand-in replaces it, too
         if source.n_samples is not None:
             found[f"{source_key(name)}.n_samples"] = min(n_samples, source.n_samples)
         if source.max_new_tokens is not None:
