@@ -132,6 +132,11 @@ def add_expert_lora(
     return y_MO
 
 
+def _fitted(size: int, n: int) -> int:
+    """Return the size of a tile for a side of `n` elements, which is the rank of an adapter, or 1 for biases."""
+    return max(16, min(size, triton.next_power_of_2(n)))
+
+
 def _launch_grouped_matmul(
     out_MO: Tensor, x_MI: Tensor, weight: Tensor, ends_E: Tensor, transposed: bool, scaling: float | None
 ) -> None:
@@ -141,9 +146,7 @@ def _launch_grouped_matmul(
     # The last tile of each group may not be full, so there may be one more tile per group.
     n_tiles = triton.cdiv(n_rows, rows) + min(n_experts, n_rows)
     by_output, by_input = (1, 2) if not transposed else (2, 1)
-    columns, inputs = (
-        max(16, min(most, triton.next_power_of_2(n))) for most, n in ((columns, n_columns), (inputs, n_inputs))
-    )
+    columns, inputs = _fitted(columns, n_columns), _fitted(inputs, n_inputs)
     if n_rows:
         # Programs that share a tile of a matrix run one after another, while the tile is in the L2 cache.
         _grouped_matmul_kernel[(n_tiles, triton.cdiv(n_columns, columns))](
@@ -227,6 +230,7 @@ def add_grouped_matmul(out_EOI: Tensor, a_MO: Tensor, b_MI: Tensor, ends_E: Tens
     n_experts, n_outputs, n_inputs = out_EOI.shape
     few = len(a_MO) <= 32 * n_experts
     outputs, inputs, rows, n_warps = (64, 64, 32, 4) if few else (128, 128, 64, 8)
+    outputs, inputs = _fitted(outputs, n_outputs), _fitted(inputs, n_inputs)
     grid = (triton.cdiv(n_outputs, outputs), triton.cdiv(n_inputs, inputs), n_experts)
     _add_grouped_kernel[grid](
         out_EOI,
