@@ -215,7 +215,7 @@ def tables(results: Iterable[Result], reached: float) -> str:
     if claimed := claims(by_name(results, "countdown")):
         parts.append(f"Differences from {BASELINE}, for algorithms with {CLAIM_SEEDS} seeds or more\n\n{claimed}")
     if stale := staleness_table(results):
-        parts.append(f"Solve rates by staleness\n\n{stale}")
+        parts.append(f"Solve rates by staleness, with the number of seeds\n\n{stale}")
     return "\n\n".join(parts)
 
 
@@ -226,12 +226,13 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _conditions(groups: Groups) -> str:
     results = [one for of_name in groups.values() for one in of_name]
-    devices = ", ".join(sorted({f"{one.device}, {one.at_once} at once" for one in results}))
+    devices = ", ".join(sorted({one.device for one in results}))
+    at_once = " to ".join(str(n) for n in sorted({extreme(one.at_once for one in results) for extreme in (min, max)}))
     before = [one.before["accuracy"] for one in results if one.before]
     base = f"; base model {statistics.fmean(before):.3f}" if before else ""
     smallest = resolution(groups)
     resolved = "" if math.isnan(smallest) else f"; differences below {smallest:.3f} are ties"
-    return f"{len(results)} runs of {len(groups)} algorithms on {devices}{base}{resolved}"
+    return f"{len(results)} runs of {len(groups)} algorithms on {devices}, {at_once} at once{base}{resolved}"
 
 
 def rate_table(groups: Groups) -> str:
@@ -309,10 +310,12 @@ def staleness_table(results: Sequence[Result]) -> str:
     names = [name for name in fresh if any(name in of for of in stale.values())]
 
     def cell(groups: Groups, name: str) -> str:
-        return _mean_text([one.solve_rate for one in groups[name]]) if name in groups else "-"
+        rates = [one.solve_rate for one in groups.get(name, ())]
+        return f"{_mean_text(rates)} ({len(rates)})" if rates else "-"
 
     rows = [[f"`{name}`", cell(fresh, name), *(cell(stale[age], name) for age in ages)] for name in names]
-    return _table(["algorithm", "staleness 0", *(f"staleness {age}" for age in ages)], rows) if rows else ""
+    titles = ["algorithm", *(f"staleness {age}" for age in (0, *ages))]
+    return _table(titles, rows) if rows else ""
 
 
 # The picture ----------------------------------------------------------------------------------------------------------

@@ -261,7 +261,7 @@ def test_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"| {' | '.join(row)} |" in lines
     assert "| 3 | `random_reward` | 5 | 5e-4 | 0.103 ± 0.002 | 0.206 ± 0.003 | - | - | 30 | 0.200 |" in lines
     assert "| `cispo` | 5 | +0.050 ± 0.000 | +0.100 ± 0.000 |" in lines
-    assert "| `cispo` | 0.353 ± 0.002 | 0.200 ± 0.000 |" in lines
+    assert "| `cispo` | 0.353 ± 0.002 (5) | 0.200 ± 0.000 (5) |" in lines
     drawn = (tmp_path / "league.svg").read_text(encoding="utf-8")
     assert drawn.count("<circle") == 15
     assert statistics.fmean(map(len, drawn.splitlines())) < 200
