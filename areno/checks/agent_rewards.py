@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from areno.agents.trajectories import AgentItem
 from areno.agents.turns_to_rows import reward_record
@@ -21,21 +20,17 @@ def rewards_of_episodes(subject: Subject) -> Iterator[Finding]:
     """Score episodes of the small model twice, in other processes and in another order."""
     config = subject.config
     assert isinstance(config, PolicyExperimentConfig)
-    sources = {name: source.reward for name, source in (config.train_dataset.sources or {}).items()}
-    if config.reward.fn is None and not any(sources.values()):
+    if config.reward.fn is None and not any(s.reward for s in (config.train_dataset.sources or {}).values()):
         raise NotChecked("no function gives the reward: agents return it")
     if (found := two_steps(subject)) is None:
         return
-    section = replace(config.reward, workers=1)
-    if section.weights is not None and not any(section.weights):  # the functions are only recorded
-        section = replace(section, weights=None)
     samples = [sample for of_step in found.run.samples.values() for sample in of_step if sample.trajectory is not None]
-    with RewardPool(section, sources=sources) as pool:
+    with pool_of_one(config) as pool:
         records = [_record(subject, sample) for sample in samples if pool.scores(sample.item.source)]
     if not records:
         raise NotChecked("no agent has ended with an episode that a function scores")
-    first, seconds = _score(section, sources, records)
-    again = _score(section, sources, records[::-1])[0][::-1]
+    first, seconds = score(config, records)
+    again = score(config, records[::-1])[0][::-1]
     n = len(records)
     lost = [outcome for outcome in first if outcome.value is None]
     if lost:
@@ -64,11 +59,16 @@ def _record(subject: Subject, sample: ScoredSample) -> RewardRecord:
     return reward_record(asked, sample.trajectory, subject.tokenizer, item.solutions)
 
 
-def _score(
-    section: Any, sources: Mapping[str, Any], records: Sequence[RewardRecord]
-) -> tuple[list[RewardOutcome], float]:
+def pool_of_one(config: PolicyExperimentConfig) -> RewardPool:
+    section = replace(config.reward, workers=1)
+    if section.weights is not None and not any(section.weights):  # the functions are only recorded
+        section = replace(section, weights=None)
+    return RewardPool(section, sources={name: s.reward for name, s in (config.train_dataset.sources or {}).items()})
+
+
+def score(config: PolicyExperimentConfig, records: Sequence[RewardRecord]) -> tuple[list[RewardOutcome], float]:
     """Score records in a process of their own. Return the outcomes and the seconds that it took."""
-    with RewardPool(section, sources=sources) as pool:
+    with pool_of_one(config) as pool:
         pool.wait_ready()
         started = time.monotonic()
         return pool.compute_outcomes(records), time.monotonic() - started

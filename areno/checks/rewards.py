@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from areno.checks.agent_rewards import rewards_of_episodes
+from areno.checks.agent_rewards import pool_of_one, rewards_of_episodes, score
 from areno.checks.inputs.answer_forms import reference_forms, reference_text, reopened_forms, templates_of
 from areno.checks.inputs.findings import Finding, NotChecked, examples, green, not_checked, quoted, red
 from areno.checks.inputs.known_answers import NOISE, Asked, KnownAnswers
@@ -28,7 +27,6 @@ from areno.checks.reward_trials import each_row, has_trait, try_answers
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.scoring.judge import JudgeTask, Judging
 from areno.scoring.judge_readers import EndpointJudge
-from areno.scoring.pool import RewardPool
 from areno.scoring.records import record_of_completion
 from areno.types import PromptItem, RewardOutcome, RewardRecord
 from areno.user_processes.pool import default_workers
@@ -200,7 +198,7 @@ def _all_items(subject: Subject, source: str) -> list[PromptItem]:
 def _answers_by_source(subject: Subject) -> dict[str, Answers]:
     found = {}
     for dataset in subject.training_rows:
-        if not _pool(subject).scores(dataset.source):
+        if not pool_of_one(_policy_config(subject)).scores(dataset.source):
             continue
         items = _items(subject, dataset.source, _N_PROMPTS)
         found[dataset.source] = Answers(items, *_texts(subject, items))
@@ -254,25 +252,12 @@ def _record(subject: Subject, item: PromptItem, text: str, ends: bool = True) ->
     return record_of_completion(item, tokens, [0.0] * len(tokens), text, rendered, step=0)
 
 
-def _pool(subject: Subject) -> RewardPool:
-    config = _policy_config(subject)
-    sources = {name: source.reward for name, source in (config.train_dataset.sources or {}).items()}
-    section = replace(config.reward, workers=1)
-    if section.weights is not None and not any(section.weights):  # the functions are only recorded
-        section = replace(section, weights=None)
-    return RewardPool(section, sources=sources)
-
-
 def _score(subject: Subject, records: Sequence[RewardRecord]) -> tuple[list[RewardOutcome], float]:
-    """Score records in a process of their own. Return the outcomes and the seconds that it took."""
-    with _pool(subject) as pool:
-        pool.wait_ready()
-        started = time.monotonic()
-        return pool.compute_outcomes(records), time.monotonic() - started
+    return score(_policy_config(subject), records)
 
 
 def _is_async(subject: Subject) -> bool:
-    with _pool(subject) as pool:
+    with pool_of_one(_policy_config(subject)) as pool:
         pool.wait_ready()
         return any(worker.is_async for worker in pool.workers)
 

@@ -52,8 +52,8 @@ TokenRows = Sequence[Sequence[int] | np.ndarray]
 class Engine(SamplingEngine, AbstractContextManager["Engine"]):
     """The models of a run (the actor, and roles such as a critic) and the worker processes that compute them.
 
-    Use it as a context manager, or call `close`. `workers` is the setting `engine.workers`. `train_seconds` is the time
-    of the slowest worker in the last call of `train`. Raises EngineError if a worker cannot start or load the actor.
+    Use it as a context manager, or call `close`. `workers` is the setting `engine.workers`. Raises EngineError if a
+    worker cannot start or load the actor.
     """
 
     def __init__(self, spec: EngineSpec, workers: str = "auto"):
@@ -66,7 +66,6 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         }  # when training shares prefixes, by role
         self._budgets = ChosenTokenBudgets(lambda: self._call("token_budgets"))
         self._rollouts: list[RolloutSpec] = []  # that the budgets take into account
-        self.train_seconds = 0.0
         self._writes_state = False
         self._lost_state = False  # whether a state was being written when the workers were restarted
 
@@ -192,7 +191,6 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         args = [(role, steps, loss_fn, update) for steps in shares for _ in range(layout.cp_size)]
         with self._poll_lock:
             results = self.workers.call_each("train", args)
-        self.train_seconds = max(result.seconds for result in results)
         self._budgets.halve(role, TRAIN, max(result.n_halvings for result in results))
         store_old_logprobs(rows, shares, results[:: layout.cp_size])
         return results[0].stats

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -270,7 +269,6 @@ class Worker:
     def train(self, role: str, steps: list[StepMicroBatches], loss_fn: LossFn, update: UpdateSpec) -> TrainResult:
         """Apply optimizer steps to a role's model, on this rank's rows. The statistics contain `memory_gib`, too."""
         profiling.set_anchor()
-        started = time.perf_counter()
         with ExitStack() as stack:
             teachers, divergence = None, update.divergence
             if divergence is not None and TOP[0] not in steps[0].rows.fields:
@@ -280,7 +278,6 @@ class Worker:
             stack.enter_context(explain_nondeterminism_errors())
             result = backend.train(steps, loss_fn, update, teachers)
         result.stats["memory_gib"] = self.memory_gib()
-        result.seconds = time.perf_counter() - started
         return result
 
     def skip_updates(self, role: str, n: int) -> dict[str, float]:

@@ -43,58 +43,40 @@ class RequestFields:
         self._taken.add(field)
         return self._values.get(field, default)
 
-    def number(self, field: str, minimum: float, maximum: float) -> float | None:
+    def _get(self, field: str, kind: Any, expected: str, is_valid: Callable[[Any], bool] = lambda value: True) -> Any:
         value = self.get(field)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value <= maximum:
-            raise invalid_field_error(
-                self.path(field), f"is {format_value(value)}; a number from {minimum:g} to {maximum:g} is expected"
-            )
-        return float(value)
-
-    def integer(self, field: str, minimum: int, maximum: int) -> int | None:
-        value = self.get(field)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
-            raise invalid_field_error(
-                self.path(field), f"is {format_value(value)}; a whole number from {minimum} to {maximum} is expected"
-            )
+        is_right = isinstance(value, kind) and isinstance(value, bool) == (kind is bool) and is_valid(value)
+        if value is not None and not is_right:
+            raise invalid_field_error(self.path(field), f"is {format_value(value)}; {expected}")
         return value
 
+    def number(self, field: str, minimum: float, maximum: float) -> float | None:
+        expected = f"a number from {minimum:g} to {maximum:g} is expected"
+        value = self._get(field, int | float, expected, lambda value: minimum <= value <= maximum)
+        return None if value is None else float(value)
+
+    def integer(self, field: str, minimum: int, maximum: int) -> int | None:
+        expected = f"a whole number from {minimum} to {maximum} is expected"
+        return self._get(field, int, expected, lambda value: minimum <= value <= maximum)
+
     def flag(self, field: str, default: bool = False) -> bool:
-        value = self.get(field)
-        if value is not None and not isinstance(value, bool):
-            raise invalid_field_error(self.path(field), f"is {format_value(value)}; true or false is expected")
+        value = self._get(field, bool, "true or false is expected")
         return default if value is None else value
 
     def text(self, field: str) -> str | None:
-        value = self.get(field)
-        if value is None:
-            return None
-        if not isinstance(value, str):
-            raise invalid_field_error(self.path(field), f"is {format_value(value)}; a string is expected")
-        if problem := json_value_problem(value):
+        value = self._get(field, str, "a string is expected")
+        if value is not None and (problem := json_value_problem(value)):
             raise invalid_field_error(self.path(field), problem)
         return value
 
     def choice(self, field: str, choices: Collection[str]) -> str | None:
-        value = self.text(field)
-        if value is not None and value not in choices:
-            raise invalid_field_error(
-                self.path(field), f"is {format_value(value)}; expected one of {', '.join(choices)}"
-            )
-        return value
+        self.text(field)
+        return self._get(field, str, f"expected one of {', '.join(choices)}", lambda value: value in choices)
 
     def array(self, field: str, max_items: int) -> list[Any] | None:
         """Return a list whose elements are not checked."""
-        value = self.get(field)
-        if value is None:
-            return None
-        if not isinstance(value, list):
-            raise invalid_field_error(self.path(field), f"is {format_value(value)}; a list is expected")
-        if len(value) > max_items:
+        value = self._get(field, list, "a list is expected")
+        if value is not None and len(value) > max_items:
             raise invalid_field_error(self.path(field), f"has {len(value)} elements; at most {max_items} are allowed")
         return value
 

@@ -81,7 +81,6 @@ class TrainResult:
     stats: dict[str, float]  # equal on all ranks
     old_logprobs: list[np.ndarray | None]
     n_halvings: int = 0
-    seconds: float = 0.0  # of the worker, without its messages
 
 
 def store_old_logprobs(
