@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,21 +29,13 @@ from areno.tracking.recorded_samples import samples_to_tree
 from areno.tracking.step_records import FOLDER, RecordFolder
 from areno.types import ScoredSample, TrainSequence
 
+if TYPE_CHECKING:
+    from areno.engine.engine import Engine
+
 logger = logging.getLogger("areno.recorder")
 
 _STATE_SHARE = 0.5  # of the budget, which pinned states may take
 _PER_TOKEN = (*("old_logprobs", "ref_logprobs", "teacher_logprobs", "values", "advantages", "returns", "weights"),)
-
-
-class RecordedEngine(Protocol):
-    """The methods of an Engine that a record needs."""
-
-    @property
-    def device_names(self) -> list[str]: ...
-
-    def state_digests(self) -> dict[str, list[int]]:
-        """Return name of a buffer of weights or moments -> a number for each part, see areno.engine.state.digests."""
-        ...
 
 
 @dataclass
@@ -84,15 +76,13 @@ class KeptStep:
         }
 
 
-def facts_at_end(progress: Mapping[str, Any], engine: RecordedEngine) -> dict[str, Any]:
+def facts_at_end(progress: Mapping[str, Any], engine: Engine) -> dict[str, Any]:
     """Return what a record has of the end of its step: the position in the data, the devices and the digests."""
     digests = {name: np.array(parts, np.int64) for name, parts in engine.state_digests().items()}
     return {"progress": dict(progress), "devices": engine.device_names, "digests": digests}
 
 
-def facts_at_error(
-    progress: Mapping[str, Any], engine: Callable[[], RecordedEngine], error: Exception
-) -> dict[str, Any]:
+def facts_at_error(progress: Mapping[str, Any], engine: Callable[[], Engine], error: Exception) -> dict[str, Any]:
     """Return what a record has of the end of a step that failed. The workers may be lost, so they are asked nothing."""
     try:
         devices = engine().device_names
@@ -156,12 +146,10 @@ class StepKeeper:
     def begin_step(self) -> None:
         self._step, self._is_in_step = KeptStep(), True
 
-    def end_step(self, step: int, progress: Mapping[str, Any], engine: Callable[[], RecordedEngine]) -> None:
+    def end_step(self, step: int, progress: Mapping[str, Any], engine: Callable[[], Engine]) -> None:
         """Take the results of a step. `progress` is the position in the data after it."""
 
-    def fail_step(
-        self, step: int, progress: Mapping[str, Any], engine: Callable[[], RecordedEngine], error: Exception
-    ) -> None:
+    def fail_step(self, step: int, progress: Mapping[str, Any], engine: Callable[[], Engine], error: Exception) -> None:
         """Take what a step has received and computed until the error that ended the run."""
 
     def begin_after(self, step: int) -> None:
@@ -185,13 +173,11 @@ class FlightRecorder(StepKeeper):
         self._lock = threading.Lock()  # states are pinned in another thread than records are written
         self._writer = BackgroundCall("areno-recorder")
 
-    def end_step(self, step: int, progress: Mapping[str, Any], engine: Callable[[], RecordedEngine]) -> None:
+    def end_step(self, step: int, progress: Mapping[str, Any], engine: Callable[[], Engine]) -> None:
         if self.is_on:
             self._writer.start(self.finished_step(step, progress, engine))
 
-    def finished_step(
-        self, step: int, progress: Mapping[str, Any], engine: Callable[[], RecordedEngine]
-    ) -> partial[None]:
+    def finished_step(self, step: int, progress: Mapping[str, Any], engine: Callable[[], Engine]) -> partial[None]:
         """Take the results of a step, and return a function that writes its record. A thread may call it."""
         kept, self._step, self._is_in_step = self._step, KeptStep(), False
         return partial(self._write, step, kept, {**self._facts, **facts_at_end(progress, engine())})
@@ -204,9 +190,7 @@ class FlightRecorder(StepKeeper):
             step -= 1
         return step in recorded
 
-    def fail_step(
-        self, step: int, progress: Mapping[str, Any], engine: Callable[[], RecordedEngine], error: Exception
-    ) -> None:
+    def fail_step(self, step: int, progress: Mapping[str, Any], engine: Callable[[], Engine], error: Exception) -> None:
         if not (self.is_on and self._is_in_step):
             return
         self._writer.wait()

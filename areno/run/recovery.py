@@ -14,17 +14,20 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from areno.config.experiments import ExperimentConfig
 from areno.errors import ArenoError, CheckpointError, ConfigError, Key, Problem, WorkerLost
 from areno.files.durable import locked
 from areno.run.progress import Trigger
 from areno.run.resume import STATE, EarlierRun, changed_settings, refuse_changes
-from areno.run.state_writer import RecoverableEngine, StateWriter
+from areno.run.state_writer import StateWriter
 from areno.run.states import StateFolder, TrainingState
 from areno.tracking.run_folder import RunFiles, versions
 from areno.version import __version__
+
+if TYPE_CHECKING:
+    from areno.engine.engine import Engine
 
 logger = logging.getLogger("areno.recover")
 
@@ -46,7 +49,7 @@ class Recovery(AbstractContextManager["Recovery"]):
         self,
         config: ExperimentConfig,
         folder: Path,
-        engine: Callable[[], RecoverableEngine],
+        engine: Callable[[], Engine],
         inputs: Mapping[str, str],
     ):
         self.config, self.folder = config, folder

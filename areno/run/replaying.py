@@ -10,15 +10,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from areno import heartbeat
 from areno.api.metrics import step_scalars, step_time_metrics
 from areno.errors import ArenoError
-from areno.run.flight_recorder import RecordedEngine, StepKeeper, facts_at_end, facts_at_error
+from areno.run.flight_recorder import StepKeeper, facts_at_end, facts_at_error
 from areno.run.progress import Name
 from areno.run.run import Run
 from areno.types import Batch, ScoredSample
+
+if TYPE_CHECKING:
+    from areno.engine.engine import Engine
 
 
 @dataclass
@@ -154,12 +157,10 @@ class _ReplayKeeper(StepKeeper):
             raise ArenoError("the record of step {} has no rollout, but the step needs one", step)
         return record
 
-    def end_step(self, step: int, progress: Mapping[str, Any], engine: Callable[[], RecordedEngine]) -> None:
+    def end_step(self, step: int, progress: Mapping[str, Any], engine: Callable[[], Engine]) -> None:
         self._replay.found[step] = self._step.to_tree(step, facts_at_end(progress, engine()))
         self._is_in_step = False
 
-    def fail_step(
-        self, step: int, progress: Mapping[str, Any], engine: Callable[[], RecordedEngine], error: Exception
-    ) -> None:
+    def fail_step(self, step: int, progress: Mapping[str, Any], engine: Callable[[], Engine], error: Exception) -> None:
         if self._is_in_step:
             self._replay.found[step] = self._step.to_tree(step, facts_at_error(progress, engine, error))

@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from areno import heartbeat, trace
 from areno.api.metrics import Stopwatch, step_scalars, step_time_metrics, with_prefix
@@ -37,13 +37,12 @@ from areno.plan.forecast import Forecast
 from areno.plan.phases import compare_with_recorded, measured_lengths
 from areno.run.checkpoints import Saver
 from areno.run.evaluator import Evaluator
-from areno.run.flight_recorder import FlightRecorder, RecordedEngine, StepKeeper
+from areno.run.flight_recorder import FlightRecorder, StepKeeper
 from areno.run.outputs import RunOutputs, RunTexts
 from areno.run.progress import Name, RunProgress
 from areno.run.recovery import Recovery
 from areno.run.resume import run_folder_for
-from areno.run.state_writer import RecoverableEngine
-from areno.run.tracing import ProfiledEngine, RunTracer
+from areno.run.tracing import RunTracer
 from areno.tracking.accuracy import without_accuracy_metrics
 from areno.tracking.console import RESUMED, log_done, log_stopped
 from areno.tracking.display.display import chosen_console
@@ -53,21 +52,16 @@ from areno.tracking.run_log import IN_FULL, RunLog
 from areno.tracking.tracker import Tracker
 from areno.types import Batch, ScoredSample
 
+if TYPE_CHECKING:
+    from areno.engine.engine import Engine
+
 logger = logging.getLogger("areno")
-
-
-class RunEngine(RecoverableEngine, ProfiledEngine, RecordedEngine, Protocol):
-    """The methods of an Engine that a run calls."""
-
-    def phase_memory_gib(self) -> float:
-        """Return the highest peak memory of any worker, in GiB, since the last call."""
-        ...
 
 
 class RunModels(Protocol):
     """Access to the models of a run. They may be loaded after the run is opened."""
 
-    def engine(self) -> RunEngine: ...
+    def engine(self) -> Engine: ...
 
     def write_checkpoint(self, folder: Path) -> None:
         """Write a checkpoint. With saver.mode=async or auto, it may be completed in the background."""

@@ -9,37 +9,17 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from areno.config.run import RecoverConfig
 from areno.errors import ArenoError, CheckpointError
 from areno.files.durable import remove
 from areno.run.states import ENGINE, StateFolder
 
+if TYPE_CHECKING:
+    from areno.engine.engine import Engine
+
 logger = logging.getLogger("areno.recover")
-
-
-class RecoverableEngine(Protocol):
-    """The methods of areno.engine.engine.Engine that write and load training states."""
-
-    def save_state(self, folder: str | Path, with_moments: bool = True) -> None:
-        """Start to write weights and optimizers into a folder. Does not wait for the files."""
-        ...
-
-    def is_state_written(self, wait: bool = False) -> bool:
-        """Return whether all ranks have written their files. With `wait`, block until then."""
-        ...
-
-    def load_state(self, folder: str | Path, with_moments: bool = True) -> None:
-        """Load a folder that `save_state` has filled. Without `with_moments`, optimizer moments start at zero."""
-        ...
-
-    def restart(self) -> None: ...
-
-    @property
-    def token_budgets(self) -> dict[str, Any]: ...
-
-    def restore_token_budgets(self, record: Mapping[str, Any]) -> None: ...
 
 
 @dataclass
@@ -64,7 +44,7 @@ class StateWriter:
         self,
         config: RecoverConfig,
         states: StateFolder,
-        engine: Callable[[], RecoverableEngine],
+        engine: Callable[[], Engine],
         before: Callable[[], object],
         slow_s: float | None = None,
     ):

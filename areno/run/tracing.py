@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from areno import trace
 from areno.config.experiments import ExperimentConfig
@@ -21,17 +21,10 @@ from areno.specs.engine import ProfilingSpec
 from areno.tracking.trace_file import FOLDER, SessionFile, TraceFile, make_trace_folder
 from areno.types import ScoredSample
 
+if TYPE_CHECKING:
+    from areno.engine.engine import Engine
+
 logger = logging.getLogger("areno")
-
-
-class ProfiledEngine(Protocol):
-    """The methods of an Engine that profile its workers."""
-
-    def begin_kernel_profile(self) -> None: ...
-
-    def end_kernel_profile(self, name: str) -> None: ...
-
-    def write_memory_snapshots(self, name: str) -> None: ...
 
 
 class RunTracer(AbstractContextManager["RunTracer"]):
@@ -41,7 +34,7 @@ class RunTracer(AbstractContextManager["RunTracer"]):
     says what the workers record, or is None if they record nothing.
     """
 
-    def __init__(self, config: ExperimentConfig, folder: Path, engine: Callable[[], ProfiledEngine]):
+    def __init__(self, config: ExperimentConfig, folder: Path, engine: Callable[[], Engine]):
         tracer, memory, folder = config.perf_tracer, config.memory_profiler, (folder / FOLDER).absolute()
         self._engine, self._began = engine, 0
         self.weights_version = 0
