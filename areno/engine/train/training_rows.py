@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from areno.engine.train.checked_rows import TOP, FlatRows, RouteShape, Row, add_routes, read_rows, read_tokens
+from areno.engine.reports import EngineInfo
+from areno.engine.train.checked_rows import TOP, FlatRows, Row, add_routes, read_rows, read_tokens
 from areno.errors import DataError
 from areno.types import TrainSequence
 
 
-class ModelLimits(Protocol):
-    """The limits of a model that rows are checked against. EngineInfo has these fields."""
-
-    vocab_size: int
-    context_len: int
-    routes: RouteShape | None
-
-
 def read_training_rows(
-    rows: Sequence[TrainSequence], info: ModelLimits, name: str, with_teacher: bool = False
+    rows: Sequence[TrainSequence], info: EngineInfo, name: str, with_teacher: bool = False
 ) -> FlatRows:
     """Check and convert rows, with their routes and, if `with_teacher`, with the input of the teacher."""
     checked = read_rows(rows, info.vocab_size, info.context_len, name)
