@@ -26,6 +26,20 @@ class BlockScaledSlice:
     def __init__(self, codes: Any, scales: Tensor, size: tuple[int, int]):
         self._codes, self._scales, self._size = codes, scales.float(), size
 
+    @staticmethod
+    def checked(name: str, codes: Any, scales: Tensor, size: tuple[int, int]) -> BlockScaledSlice:
+        """Return the slice, or raise CheckpointError if codes and scales of the weight `name` do not fit together."""
+        shape, dtype = codes.get_shape(), codes.get_dtype()
+        expected = tuple(-(-length // block) for length, block in zip(shape, size, strict=False))
+        fits = len(shape) == 2 and tuple(scales.shape) == expected and scales.is_floating_point()
+        if not fits or dtype != "F8_E4M3":
+            text = (
+                f"{name} in FP8 is {dtype} {tuple(shape)} with scales {str(scales.dtype)[6:]} {tuple(scales.shape)}; "
+            )
+            text += f"expected a matrix in F8_E4M3 with one float for each block of {size[0]} x {size[1]} "
+            raise CheckpointError(text + "(config.json: weight_block_size)")
+        return BlockScaledSlice(codes, scales, size)
+
     def get_shape(self) -> list[int]:
         return self._codes.get_shape()
 

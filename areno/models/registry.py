@@ -210,6 +210,8 @@ def _text_config(raw: RawConfig) -> RawConfig:
     for family in FAMILIES.values():
         if family.around and family.around in raw.get("architectures", list, []):
             text = raw.get("text_config", dict)
+            if raw.problems:
+                raise raw.error()
             values = {"architectures": [family.architecture], "model_type": family.name, **family.assumed, **text}
             values.setdefault("eos_token_id", raw.values.get("eos_token_id"))
             # transformers prefers the outer value of these fields.

@@ -44,6 +44,7 @@ logger = logging.getLogger("areno")
 
 FLOATS = {"F64", "F32", "F16", "BF16"}  # safetensors' names of the dtypes that can be loaded
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+HEAD_ROWS = 4096  # of the head and the embedding that are compared at once
 MAPPED_BYTES = 2**26  # the bytes read from a file before it is closed and opened again
 
 
@@ -167,7 +168,7 @@ class _MatchedTensors(NamedTuple):
         if self.fp8_blocks is None or scales not in self.file_of:
             return stored
         with open_safetensors(self.file_of[scales]) as others:  # may be another file
-            return BlockScaledSlice(stored, others.get_tensor(self.stored_as[scales]), self.fp8_blocks)
+            return BlockScaledSlice.checked(name, stored, others.get_tensor(self.stored_as[scales]), self.fp8_blocks)
 
 
 def _match_tensors(model: Transformer, folder: Path) -> _MatchedTensors:
@@ -242,23 +243,41 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
                         damaged.append(name)
                     mapped += math.prod(table[name].shape) * model.embed.weight.element_size()
                     name = next(names, None)
+    if model.config.tie_word_embeddings and model.score is None and _has_another_head(found):
+        text = "{}: tie_word_embeddings is true, but lm_head.weight differs from the embedding; set it to false in "
+        text += "config.json, also in text_config if there is one, or remove lm_head.weight"
+        raise CheckpointError(text, folder)
     if damaged:
         dtype = DTYPE_NAMES[model.embed.weight.dtype]
         wrong = f"{folder}: {join_first_names(damaged)}: numbers that are nan, infinite or beyond {dtype}; "
         raise CheckpointError(wrong + "expected finite weights: download or save the model again")
 
 
+def _has_another_head(found: _MatchedTensors) -> bool:
+    """Return whether the files of a model with a tied head hold a head that differs from the embedding."""
+    embed, head = "model.embed_tokens.weight", "lm_head.weight"
+    if head not in found.file_of:
+        return False
+    with open_safetensors(found.file_of[embed]) as tensors, open_safetensors(found.file_of[head]) as others:
+        own, other = (each.get_slice(found.stored_as[name]) for each, name in ((tensors, embed), (others, head)))
+        if own.get_shape() != other.get_shape():
+            return True
+        rows = (slice(first, first + HEAD_ROWS) for first in range(0, own.get_shape()[0], HEAD_ROWS))
+        return not all(other[part].to(own[part].dtype).equal(own[part]) for part in rows)
+
+
 def _layers_problem(names: Collection[str], config: TransformerConfig) -> str | None:
     """Return a message if the weight files and config.json have different numbers of layers, else None."""
     layers = [name.split(".", 3)[2] for name in names if name.startswith("model.layers.")]
     found = 1 + max((int(layer) for layer in layers if layer.isdecimal() and len(layer) < 10), default=-1)
-    num_layers = config.num_layers
-    unread = range(num_layers, num_layers + config.unread_layers)
-    are_there = all(f"model.layers.{layer}.eh_proj.weight" in names for layer in unread)  # else they are plain layers
-    if found in (0, num_layers) or (found == unread.stop and are_there):
+    n_unread = sum(name.startswith("model.layers.") and name.endswith(".eh_proj.weight") for name in names)
+    field, said, found, kind = "num_hidden_layers", config.num_layers, found - n_unread, "layers"
+    if found == said:
+        field, said, found, kind = "num_nextn_predict_layers", config.unread_layers, n_unread, "such layers"
+    if found in (0, said):  # files may leave out the layers that predict further tokens
         return None
-    wrong = f"config.json says num_hidden_layers={num_layers}, the weight files have {found} layers; "
-    return wrong + "set num_hidden_layers to that, or download the model again"
+    wrong = f"config.json says {field}={said}, the weight files have {found} {kind}; "
+    return wrong + f"set {field} to that, or download the model again"
 
 
 def load_shard(name: str, target: StoredTensor, source: Any, file: Path, shaped_by: str = "config.json") -> bool:

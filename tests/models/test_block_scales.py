@@ -74,6 +74,32 @@ def test_each_rank_loads_its_part(tmp_path: Path) -> None:
         assert torch.equal(up, expected["model.layers.1.mlp.up_proj.weight"].chunk(2, dim=0)[rank])
 
 
+@pytest.mark.parametrize("wrong", ["fewer", "more", "turned", "one", "integers", "no codes"])
+def test_scales_that_do_not_fit_are_named(wrong: str, tmp_path: Path) -> None:
+    written(tmp_path)
+    of_scales, name = load_file(tmp_path / "model-2.safetensors"), "model.layers.1.mlp.down_proj.weight"
+    scales = of_scales[f"{name}_scale_inv"]
+    changed = {
+        "fewer": scales[:1, :1],
+        "more": torch.ones(scales.shape[0] + 1, scales.shape[1]),
+        "turned": scales.t(),
+        "one": scales.flatten()[:1],
+        "integers": scales.to(torch.uint8),
+    }
+    of_scales[f"{name}_scale_inv"] = changed.get(wrong, scales).contiguous()
+    save_file(of_scales, tmp_path / "model-2.safetensors")
+    if wrong == "no codes":
+        weights = load_file(tmp_path / "model-1.safetensors")
+        save_file({**weights, name: weights[name].bfloat16()}, tmp_path / "model-1.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"layers\.1\.mlp\.down_proj\.weight in FP8 is .* for each block"
+    ) as raised:
+        check_weights(build_model(load_config(tmp_path), dtype=torch.float32, device="meta"), tmp_path)
+    assert "\n" not in str(raised.value)
+    with pytest.raises(CheckpointError, match="for each block"):
+        loaded(tmp_path)
+
+
 @pytest.mark.parametrize("wrong", [{"fmt": "e5m2"}, {"weight_block_size": None}, {"quant_method": "gptq"}])
 def test_other_quantized_weights_are_refused(wrong: dict[str, object], tmp_path: Path) -> None:
     written(tmp_path)

@@ -54,6 +54,25 @@ def test_a_plain_layer_is_not_taken_for_one_that_predicts_further_tokens(tmp_pat
         load(tmp_path)
 
 
+@pytest.mark.parametrize("said", [0, 2])
+def test_the_number_of_layers_that_predict_further_tokens_is_named(said: int, tmp_path: Path) -> None:
+    random_model("glm4-experts", tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    rewrite(tmp_path, {**stored, "model.layers.3.eh_proj.weight": torch.ones(2, 2)}, num_nextn_predict_layers=said)
+    with pytest.raises(CheckpointError, match=f"says num_nextn_predict_layers={said}, the weight files have 1 such"):
+        load(tmp_path)
+
+
+def test_fields_of_the_router_that_other_families_have(tmp_path: Path) -> None:
+    random_model("glm4-experts", tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    rewrite(tmp_path, stored, scoring_func="sigmoid", topk_method="noaux_tc")
+    load_config(tmp_path)
+    rewrite(tmp_path, stored, scoring_func="softmax")
+    with pytest.raises(CheckpointError, match="scoring_func is 'softmax', which is not supported; expected 'sigmoid'"):
+        load_config(tmp_path)
+
+
 def test_weights_from_scratch_have_a_bias_of_zero(tmp_path: Path) -> None:
     random_model("glm4-experts", tmp_path)
     with engine_of(tmp_path, None, random_init=True) as engine:

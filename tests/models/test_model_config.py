@@ -278,6 +278,13 @@ def test_files_as_they_are_published(name: str, tmp_path: Path) -> None:
     assert not any(kind.window for kind in config.kinds)
 
 
+@pytest.mark.parametrize("text", ["absent", [1]])
+def test_a_missing_section_is_one_problem(text: object, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"text_config is (missing|\[1\]), expected dict") as caught:
+        load_config(write_config(tmp_path, **{**PUBLISHED["Qwen3.6"], "text_config": text}))
+    assert len(caught.value.problems) == 1
+
+
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_every_field_of_transformers_is_known(kind: str, tmp_path: Path) -> None:
     """Read, or listed as harmless: a field that a new version adds fails here, and somebody looks at what it does."""

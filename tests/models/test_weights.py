@@ -215,9 +215,18 @@ def test_missing_and_unexpected_tensors_are_listed(tmp_path: Path) -> None:
 
 def test_harmless_extra_tensors_are_let_pass(tmp_path: Path) -> None:
     write_model(tmp_path, tied=True)
-    extra = {"lm_head__weight": torch.zeros(64, 32), "model__layers__0__self_attn__rotary_emb__inv_freq": torch.ones(8)}
+    embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    extra = {"lm_head__weight": embedding, "model__layers__0__self_attn__rotary_emb__inv_freq": torch.ones(8)}
     edit_tensors(tmp_path, **extra)
-    assert load(tmp_path).lm_head.weight.abs().sum() > 0
+    assert torch.equal(load(tmp_path).lm_head.weight, embedding)
+
+
+def test_a_tied_model_with_a_head_of_its_own_is_refused(tmp_path: Path) -> None:
+    """transformers would use this head."""
+    write_model(tmp_path, tied=True)
+    edit_tensors(tmp_path, lm_head__weight=torch.ones(64, 32))
+    with pytest.raises(CheckpointError, match=r"tie_word_embeddings is true, but lm_head\.weight differs"):
+        load(tmp_path)
 
 
 def test_a_wrong_shape_names_tensor_and_both_shapes(tmp_path: Path) -> None:

@@ -82,6 +82,9 @@ def read_glm4_moe(raw: RawConfig) -> TransformerConfig:
     """Read the shape of a GLM-4.5, 4.6 or 4.7 model. `attention_bias` sets the biases of q, k and v."""
     raw.set_defaults(rms_norm_eps=1e-5, num_key_value_heads=8, n_routed_experts=128, num_experts_per_tok=8)
     config = read_decoder(raw, "glm4_moe", partial_rotary=0.5)
+    for name, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        if raw.get(name, str, only) != only:
+            raw.add_unsupported(name, repr(only))
     n_dense = raw.get("first_k_dense_replace", int, 1, ge=0)
     inner_size = raw.get("moe_intermediate_size", int, 1408, ge=1)
     if n_dense >= config.num_layers:
