@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from areno.config.optimizers import OPTIMIZERS, OptimizerType
 from areno.cost.flops import TokenCost, mean_attention_pairs
+from areno.layers.config import MoEConfig
 from areno.models.config import TransformerConfig
 from areno.models.parameters import n_matrix_parameters, qkv_size
 
@@ -36,27 +37,25 @@ H100 = Rates(copy_bytes_s=3.0e12, matmul_flops_s=760e12)
 """Rates that `areno bench` measured on an H100 SXM with 80 GB."""
 
 _LARGE_PRODUCTS = 0.82  # share of the rate of large products that the products of a layer reach in training
-_PRODUCTS = 0.83  # the same for a decode step, of the longer of reading the weights and computing
+_PRODUCTS = 0.85  # the same for a decode step, of the longer of reading the weights and computing
 _FP8 = 1.7  # rate of products on FP8 units, with the rounding of their inputs, in rates of large products
 _FP8_LAYER_S = 40e-6  # additional time of a layer in a decode step, to round the inputs of its products
-_EXPERTS = 0.55  # the same for the grouped products of experts
-_EXPERT_ADAPTERS = 0.62  # share of the copy rate that products of adapters on experts reach
-_ATTENTION, _ATTENTION_MOST = 0.25, 0.5  # the same for attention: in rows of 512 tokens, and in the longest rows
+_ATTENTION, _ATTENTION_MOST = 0.25, 0.5  # as _LARGE_PRODUCTS, of attention: in rows of 512 tokens, in the longest rows
 _KV = {False: 0.76, True: 0.56}  # share of the copy rate at which decode attention reads keys and values; in FP8
+_EXPERT_ROWS = 0.55  # the same, at which rows of experts are sorted, activated, adapted and summed
 _TRAIN_BYTES, _FORWARD_BYTES = 276, 57  # bytes of element-wise work per token, layer and element of the residual stream
 _ADAPTER_BYTES = 8  # the same for the products of adapters in training
 _DELTA_BYTES = 506  # the same, per element of the values, for the gated delta rule in training
 _HEAD_BYTES = {True: 20, False: 8}  # bytes per predicted token and token of the vocabulary: training, scoring
 _LOGIT_BYTES = 12  # bytes per row and token of the vocabulary, to sample from logits
-_ADAPTER_LAYER_S = 25e-6  # additional time of a layer with adapters
-_EXPERT_ADAPTER_LAYER_S = 16e-6  # the same with adapters on experts: four more grouped products, not measured
+_ADAPTER_LAYER_S = 25e-6  # additional time of a layer with adapters; adapters on experts take it twice
 _LAYER_S = 36e-6  # time between the kernels of a layer in a decode step, which CUDA graphs launch
 _KERNEL_S = {
     True: 40e-6,
     False: 40e-6 / 3,
 }  # time in which the host launches a kernel; scoring launches a third of them
-# Kernels of a layer in training, and more of them with experts, adapters on experts, a shared expert, recurrent states.
-_KERNELS, _OF_EXPERTS, _OF_EXPERT_ADAPTERS, _OF_SHARED, _OF_STATES = 75, 100, 20, 50, 50
+# Kernels of a layer in training, and more of them with experts and a shared expert.
+_KERNELS, _OF_EXPERTS, _OF_SHARED = 75, 30, 45
 _SEARCH_S = 14e-6  # time in which the host looks for the shared prefix of a row, and lays the row out
 _BETWEEN_S = 0.004  # time between two micro-batches in which the device waits
 _SUM_S, _SUMS = 9e-6, {True: 9, False: 4}  # a tensor-parallel sum in decoding; exchanges of a layer: training, scoring
@@ -89,14 +88,8 @@ def device_seconds(config: TransformerConfig, cost: TokenCost, work: PassWork, r
     n, size, layers = work.n_tokens, config.hidden_size, config.num_layers
     frozen = bool(cost.adapter_params)
     passes = (2 if frozen else 3) if work.trains else 1
-    of_experts = 0.0
-    if cost.experts is not None:
-        of_experts = 2.0 * cost.expert_params * cost.experts.top_k * n * passes
-    flops = 2.0 * passes * (cost.body_params * n + cost.head_params * work.n_predicted) - of_experts
-    if work.n_recomputed:
-        plain, of_chosen = n_saved_outputs(config)
-        flops += 2.0 * size * plain * work.n_recomputed * n
-        of_experts += 2.0 * size * of_chosen * work.n_recomputed * n
+    flops = 2.0 * passes * (cost.body_params * n + cost.head_params * work.n_predicted)
+    flops += 2.0 * size * n_saved_outputs(config) * work.n_recomputed * n
     flops -= 2.0 * cost.frozen_params * n if work.trains else 0.0
     flops -= (1 - 1 / _FP8) * _fp8_flops(config, cost, work)
     flops += (3 if work.trains else 1) * 2.0 * cost.active_adapter_params * n
@@ -109,56 +102,49 @@ def device_seconds(config: TransformerConfig, cost: TokenCost, work: PassWork, r
     n_bytes += float(work.n_predicted) * config.vocab_size * _HEAD_BYTES[work.trains]
     if frozen and work.trains:
         n_bytes += float(n) * layers * size * _ADAPTER_BYTES
-    if cost.experts is not None and cost.expert_adapter_params:
-        n_bytes += (3 if work.trains else 1) * float(n) * _expert_adapter_bytes(config, cost) / _EXPERT_ADAPTERS
+    if cost.experts is not None:
+        n_bytes += _expert_row_bytes(config, cost, cost.experts, work) / _EXPERT_ROWS
     if config.delta is not None:
         share = 1 if work.trains else 1 / 3
         n_bytes += share * _DELTA_BYTES * float(n) * len(config.delta.layers) * config.delta.inner_size
     of_attention = min(_ATTENTION_MOST, _ATTENTION * (max(work.row_lens, default=512) / 512) ** 0.35)
-    products = flops / _LARGE_PRODUCTS + of_experts / _EXPERTS + (attention + rule) / of_attention
+    products = flops / _LARGE_PRODUCTS + (attention + rule) / of_attention
     return products / rates.matmul_flops_s + n_bytes / rates.copy_bytes_s
 
 
-def _expert_adapter_bytes(config: TransformerConfig, cost: TokenCost) -> float:
-    """Return the bytes that the products of adapters on experts move for a token in a forward pass.
-
-    Each product reads or changes rows as long as those of the expert's own product, once for each expert of a token.
-    """
-    experts = cost.experts
-    assert experts is not None
-    elements = 3 * config.hidden_size + 5 * experts.inner_size  # read x and act; read and write gate, up and y
-    return float(cost.itemsize * experts.top_k * elements * len(experts.layers(config.num_layers)))
+def _expert_row_bytes(config: TransformerConfig, cost: TokenCost, experts: MoEConfig, work: PassWork) -> float:
+    """Return the bytes that work on rows of experts moves, beside their products. Each expert of a token has a row."""
+    size, inner, n_layers = config.hidden_size, experts.inner_size, config.num_layers
+    # Forward: sort x and sum y, read gate and up and write act. Backward: the same of their gradients.
+    elements = 6.0 * size + 9.0 * inner if work.trains else 3.0 * (size + inner)
+    if cost.expert_adapter_params:  # read x and act; read and write gate, up and y. Recomputed: x, gate and up
+        elements += (3 if work.trains else 1) * (3 * size + 5 * inner)
+        elements += (size + 4 * inner) * work.n_recomputed / n_layers
+    return work.n_tokens * cost.itemsize * experts.top_k * elements * len(experts.layers(n_layers))
 
 
 def _fp8_flops(config: TransformerConfig, cost: TokenCost, work: PassWork) -> float:
     if not cost.fp8_params:
         return 0.0
     passes = 1 + sum(cost.fp8_gradients) * work.trains
-    recomputed = config.hidden_size * sum(n_saved_outputs(config)) * work.n_recomputed
+    recomputed = config.hidden_size * n_saved_outputs(config) * work.n_recomputed
     recomputed *= cost.fp8_params / cost.body_params
     return 2.0 * work.n_tokens * (passes * cost.fp8_params + recomputed)
 
 
 def pass_seconds(config: TransformerConfig, cost: TokenCost, work: PassWork, rates: Rates) -> float:
     n_micro_batches = -(-work.n_tokens // work.budget)
-    launched = n_micro_batches * launch_seconds(config, cost, trains=work.trains)
+    launched = n_micro_batches * launch_seconds(config, trains=work.trains)
     exchanged = _SUMS[work.trains] * 2.0 * work.n_tokens * config.hidden_size * (1 - 1 / work.tp_size)
     seconds = device_seconds(config, cost, work, rates) + config.num_layers * exchanged / rates.link_bytes_s
     return max(seconds, launched) + n_micro_batches * _BETWEEN_S
 
 
-def launch_seconds(config: TransformerConfig, cost: TokenCost, *, trains: bool) -> float:
+def launch_seconds(config: TransformerConfig, *, trains: bool) -> float:
     """Estimate how long the host launches the kernels of a micro-batch, whatever its number of tokens."""
-    n_kernels, experts, delta = _KERNELS * config.num_layers, config.experts, config.delta
+    n_kernels, experts = _KERNELS * config.num_layers, config.experts
     if experts is not None:
-        more = (
-            _OF_EXPERTS
-            + _OF_EXPERT_ADAPTERS * bool(cost.expert_adapter_params)
-            + _OF_SHARED * bool(experts.shared_size)
-        )
-        n_kernels += more * len(experts.layers(config.num_layers))
-    if delta is not None:
-        n_kernels += _OF_STATES * len(delta.layers)
+        n_kernels += (_OF_EXPERTS + _OF_SHARED * bool(experts.shared_size)) * len(experts.layers(config.num_layers))
     return n_kernels * _KERNEL_S[trains]
 
 
@@ -179,25 +165,23 @@ def host_time_in_tokens(config: TransformerConfig, cost: TokenCost, *, trains: b
     passes have fewer tokens than the first number on average, the device waits for the host.
     """
     token_s = device_seconds(config, cost, PassWork(row_lens=(1024,), n_predicted=0, trains=trains), H100) / 1024
-    return round(launch_seconds(config, cost, trains=trains) / token_s), _SEARCH_S / token_s
+    return round(launch_seconds(config, trains=trains) / token_s), _SEARCH_S / token_s
 
 
-def n_saved_outputs(config: TransformerConfig) -> tuple[float, float]:
+def n_saved_outputs(config: TransformerConfig) -> float:
     """Return how many outputs per token a layer computes again under recompute, as a mean over the layers.
 
-    These are the outputs of qkv or in_proj and of gate and up. The second number is those of a token's experts.
+    These are the outputs of qkv or in_proj and of gate and up, also those of a token's experts.
     """
     delta, experts = config.delta, config.experts
     n_delta, n_sparse = (0 if delta is None else len(delta.layers)), 0
     found = (config.num_layers - n_delta) * qkv_size(config)
     found += 0 if delta is None else n_delta * delta.projected_size
-    of_chosen = 0
     if experts is not None:
         n_sparse = len(experts.layers(config.num_layers))
-        found += n_sparse * 2 * experts.shared_size
-        of_chosen = n_sparse * 2 * experts.inner_size * experts.top_k
+        found += n_sparse * 2 * (experts.shared_size + experts.inner_size * experts.top_k)
     found += (config.num_layers - n_sparse) * 2 * config.intermediate_size
-    return found / config.num_layers, of_chosen / config.num_layers
+    return found / config.num_layers
 
 
 def update_seconds(
@@ -245,8 +229,7 @@ def rollout_seconds(
     sampling = rows * config.vocab_size * _LOGIT_BYTES / rates.copy_bytes_s
     layer_s = (
         _LAYER_S
-        + _ADAPTER_LAYER_S * bool(cost.adapter_params)
-        + _EXPERT_ADAPTER_LAYER_S * bool(cost.expert_adapter_params)
+        + _ADAPTER_LAYER_S * (bool(cost.adapter_params) + bool(cost.expert_adapter_params))
         + _FP8_LAYER_S * bool(cost.fp8_params)
     )
     sums = (2 * config.num_layers + 1) * _SUM_S if work.tp_size > 1 else 0.0

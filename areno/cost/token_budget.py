@@ -55,7 +55,7 @@ class _BudgetedWork:
             n_layers=config.num_layers,
             flops=flops,
             of_recomputed_layer=recomputed,
-            host_s=launch_seconds(config, cost, trains=phase == TRAIN),
+            host_s=launch_seconds(config, trains=phase == TRAIN),
         )
 
     def seconds_per_token(self, n_tokens: int, room: int) -> float:
