@@ -97,10 +97,13 @@ def _names_by_first_character(names: Iterable[str]) -> dict[str, set[str]]:
     return rests
 
 
-BREAK = str(secrets.randbits(80) + 10**25)
-"""Text of a break: random, so that nobody can guess it. Templates neither trim, escape nor upper-case digits."""
+def random_mark() -> str:
+    """Return a text that nobody can guess. Templates neither trim, escape nor upper-case digits."""
+    return str(secrets.randbits(80) + 10**25)
 
-_ALIAS = str(secrets.randbits(80) + 10**25)  # another number, so that removing breaks from a text cannot produce it
+
+BREAK = random_mark()
+_ALIAS = random_mark()  # another number, so that removing breaks from a text cannot produce it
 _OF_ASSISTANT = frozenset({"content", "reasoning_content", "reasoning", "thinking"})
 SLICE_CHARACTERS = 50_000  # characters, which take at most some milliseconds to search
 _CACHED = "_control_tokens"  # attribute of a tokenizer

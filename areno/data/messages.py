@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import copy
 import json
-import secrets
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areno.data.chat_template import render
+from areno.data.control_tokens import random_mark
 from areno.data.row_schema import VARIABLES, json_value_problem
 from areno.errors import DataError, Key
 from areno.types import Message
@@ -23,7 +23,7 @@ ROLES = ("system", "user", "assistant", "tool")
 REASONING = ("reasoning_content", "reasoning", "thinking")
 _NOT_RENDERED = {"weight", "function_call", "tool_calls", *REASONING}
 _MAX_VARIANTS = 64  # of a tokenizer, for rows that set variables of the template
-_MARK = str(secrets.randbits(80) + 10**25)  # digits, which templates neither trim nor escape
+_MARK = random_mark()
 
 
 def with_template_variables(tokenizer: Any, variables: Mapping[str, Any]) -> Any:

@@ -13,13 +13,13 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from areno.data.chat_template import END_THINK, THINK
-from areno.data.control_tokens import BREAK
+from areno.data.control_tokens import BREAK, random_mark
 from areno.data.messages import REASONING, ROLES, decoded_arguments, rendered_or_none, template_traits
 from areno.errors import DataError
 from areno.types import Message
 
 _MAX_SHAPES = 10_000  # of conversations, for each template
-_MARK = str(secrets.randbits(80) + 10**25)  # digits, which templates neither trim nor escape
+_MARK = random_mark()
 _FLOAT_MARK = str(secrets.randbelow(9 * 10**7) + 10**7)  # few digits, which floats of 64 bits hold exactly
 
 

@@ -6,17 +6,16 @@ Training teaches these tokens, rollout and serving stop at them, and a checkpoin
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from areno.data.chat_template import render
-from areno.data.control_tokens import control_token_texts
+from areno.data.control_tokens import control_token_texts, random_mark
 from areno.data.row_schema import common_prefix_length
 from areno.errors import DataError
 
-_MARK = f"7{secrets.randbits(80)}7"  # digits, which no template changes
+_MARK = random_mark()
 _CACHED = "_turn_ends"  # attribute of a tokenizer
 _QUESTION = {"role": "user", "content": "a"}
 _TOOL = {"type": "function", "function": {"name": "f", "description": "f", "parameters": {"type": "object"}}}

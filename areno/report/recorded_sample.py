@@ -16,6 +16,7 @@ import numpy as np
 from areno.errors import ArenoError
 from areno.schema.values import format_value
 from areno.server.token_sources import TokenSource, expand_runs
+from areno.tracking.metrics_file import is_number
 
 _MOST = 2**31  # limit of token ids, weight versions and lengths
 
@@ -57,17 +58,12 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST
 
 
-def _is_number(value: Any) -> bool:
-    # JSON may have an integer that is too large for a float.
-    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**300)
-
-
 def _are_counts(value: Any) -> bool:
     return isinstance(value, list) and all(map(_is_count, value))
 
 
 def _are_numbers(value: Any) -> bool:
-    return isinstance(value, list) and all(one is None or _is_number(one) for one in value)
+    return isinstance(value, list) and all(one is None or is_number(one) for one in value)
 
 
 def _are_run_lengths(value: Any) -> bool:
@@ -76,10 +72,10 @@ def _are_run_lengths(value: Any) -> bool:
 
 def _are_numbers_with_counts(value: Any) -> bool:
     pairs = isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value)
-    return pairs and all(_is_number(number) and _is_count(count) for number, count in value)
+    return pairs and all(is_number(number) and _is_count(count) for number, count in value)
 
 
-_COUNT, _NUMBER = (_is_count, "a whole number"), (_is_number, "a number")
+_COUNT, _NUMBER = (_is_count, "a whole number"), (is_number, "a number")
 _COUNTS, _NUMBERS = (_are_counts, "a list of whole numbers"), (_are_numbers, "a list of numbers")
 _RLE = (_are_run_lengths, "a list of [value, how many tokens]")
 _TEXT = (lambda value: isinstance(value, str), "text")

@@ -40,7 +40,7 @@ class MetricsFile:
         if not _is_step(record.get("step")):
             raise ArenoError("{}, line {}: has no step", self.path, number)
         others = [name for name, value in record.items() if type(value) is not float and value is not None]
-        if wrong := [name for name in others if not _is_number(record[name])]:
+        if wrong := [name for name in others if not is_number(record[name])]:
             text = "{}, line {}: {} is {}; a number is expected"
             raise ArenoError(text, self.path, number, wrong[0], format_value(record[wrong[0]]))
         return record
@@ -111,5 +111,6 @@ def _is_step(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    # JSON may have an integer that is too large for a float.
     return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**300)

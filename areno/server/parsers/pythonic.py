@@ -62,7 +62,7 @@ class PythonicParser(ToolCallParser):
 
 
 def _call_rule(lark: LarkBuilder, name: str, document: SchemaDocument) -> str:
-    """Return the rule of a call name(key=value, ...). The keys are in the order of the schema."""
+    """Return the rule of a call name(key=value, ...)."""
     rules = JsonRules(lark, document, JsonStyle(is_python=True))
 
     def argument(key: str, value: str) -> str:
@@ -70,9 +70,7 @@ def _call_rule(lark: LarkBuilder, name: str, document: SchemaDocument) -> str:
             raise GrammarError("{!r} cannot be the name of an argument in a Python call; rename the argument", key)
         return f"{lark.literal(f'{key}=')} {value}"
 
-    found = [rules.properties_rule(form, argument, rules.comma) for form in document.object_schemas]
-    contents = [f"{content}{'?' if may_be_empty else ''}" for content, may_be_empty in filter(None, found)]
-    content = rules.require_rule(lark.rule(" | ".join(contents)) if contents else None)
+    content = rules.arguments_rule(argument, rules.comma)
     return lark.rule(f"{lark.literal(f'{name}(')} {content} {lark.literal(')')}")
 
 

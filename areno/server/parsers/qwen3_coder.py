@@ -14,7 +14,7 @@ a value is a string.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from areno.engine.decoder.grammar import grammar_error, has_empty_language
@@ -173,9 +173,10 @@ class _Parameters:
         word = text.strip().lower()
         if not kinds or "string" in kinds:
             return None if "null" in kinds and word in _NULLS else text
-        value = _WORDS[word] if word in _WORDS else _parse_json(text)
+        value = _WORDS[word] if word in _WORDS else _parse(load_json, text)
         if value is text and kinds & {"array", "object"}:
-            value = _parse_python(text)
+            literal = _parse(parse_literal, text)
+            return literal if isinstance(literal, list | dict) else text
         is_whole = isinstance(value, float) and value.is_integer() and "number" not in kinds
         return int(value) if is_whole else value
 
@@ -188,24 +189,15 @@ def _named_kinds(document: SchemaDocument, alternative: Alternative) -> frozense
     return frozenset() if kinds == document.kinds(()) else kinds
 
 
-def _parse_json(text: str) -> Any:
+def _parse(parse: Callable[[str], Any], text: str) -> Any:
     try:
-        dump_json(value := load_json(text))
+        dump_json(value := parse(text))
     except ValueError:
         return text
     return value
 
 
-def _parse_python(text: str) -> Any:
-    try:
-        dump_json(value := parse_literal(text))
-    except ValueError:
-        return text
-    return value if isinstance(value, list | dict) else text
-
-
 def _call_rule(lark: LarkBuilder, name: str, document: SchemaDocument) -> str:
-    """Return the rule of a call, with the parameters in the order of the schema."""
     values = _ParameterRules(lark, document)
 
     def parameter(key: str, value: str) -> str:
@@ -214,12 +206,7 @@ def _call_rule(lark: LarkBuilder, name: str, document: SchemaDocument) -> str:
             raise GrammarError("the name {!r} {}", key, why)
         return f"{lark.literal(f'{PARAMETER}{key}>' + chr(10))} {value}"
 
-    found = [
-        values.properties_rule(form, parameter, "", values.unlisted_parameter_rule(form))
-        for form in document.object_schemas
-    ]
-    contents = [f"{content}{'?' if may_be_empty else ''}" for content, may_be_empty in filter(None, found)]
-    content = values.require_rule(lark.rule(" | ".join(contents)) if contents else None)
+    content = values.arguments_rule(parameter, "", values.unlisted_parameter_rule)
     return lark.rule(f"{lark.literal(f'{FUNCTION}{name}>' + chr(10))} {content} {lark.literal(END_FUNCTION)}")
 
 
