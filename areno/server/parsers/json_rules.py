@@ -317,17 +317,6 @@ class JsonRules:
         )
         return None if content is None else self._brackets("{}", *content)
 
-    def arguments_rule(
-        self,
-        write: Callable[[str, str], str],
-        comma: str,
-        other: Callable[[ObjectSchema], str | None] = lambda form: None,
-    ) -> str:
-        """Return the rule of the arguments of a call, in the order of the schema. See `properties_rule`."""
-        found = [self.properties_rule(form, write, comma, other(form)) for form in self._document.object_schemas]
-        contents = [f"{content}{'?' if may_be_empty else ''}" for content, may_be_empty in filter(None, found)]
-        return self.require_rule(self._lark.rule(" | ".join(contents)) if contents else None)
-
     def properties_rule(
         self, form: ObjectSchema, write: Callable[[str, str], str], comma: str, other: str | None = None
     ) -> tuple[str, bool] | None:

@@ -7,6 +7,7 @@ and nothing is evaluated.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from string import hexdigits
 from typing import Any
 
@@ -70,8 +71,15 @@ def _call_rule(lark: LarkBuilder, name: str, document: SchemaDocument) -> str:
             raise GrammarError("{!r} cannot be the name of an argument in a Python call; rename the argument", key)
         return f"{lark.literal(f'{key}=')} {value}"
 
-    content = rules.arguments_rule(argument, rules.comma)
+    found = [rules.properties_rule(form, argument, rules.comma) for form in document.object_schemas]
+    content = arguments_rule(lark, rules, found)
     return lark.rule(f"{lark.literal(f'{name}(')} {content} {lark.literal(')')}")
+
+
+def arguments_rule(lark: LarkBuilder, rules: JsonRules, found: Iterable[tuple[str, bool] | None]) -> str:
+    """Return the rule of the arguments of a call. `found` has the `properties_rule` of each form of the arguments."""
+    contents = [f"{content}{'?' if may_be_empty else ''}" for content, may_be_empty in filter(None, found)]
+    return rules.require_rule(lark.rule(" | ".join(contents)) if contents else None)
 
 
 def parse_literal(text: str) -> Any:

@@ -25,7 +25,7 @@ from areno.server.parsers.lark import LarkBuilder
 from areno.server.parsers.message import RawCall, ToolCallParser, Tools
 from areno.server.parsers.partial_text import Cursor, Reading, Schema, dump_json, load_json
 from areno.server.parsers.patterns import FORMATS, decimal_term, escape_regex, lark_literal, whole_text_term
-from areno.server.parsers.pythonic import parse_literal
+from areno.server.parsers.pythonic import arguments_rule, parse_literal
 from areno.server.parsers.schemas import (
     Alternative,
     ObjectSchema,
@@ -206,7 +206,11 @@ def _call_rule(lark: LarkBuilder, name: str, document: SchemaDocument) -> str:
             raise GrammarError("the name {!r} {}", key, why)
         return f"{lark.literal(f'{PARAMETER}{key}>' + chr(10))} {value}"
 
-    content = values.arguments_rule(parameter, "", values.unlisted_parameter_rule)
+    found = [
+        values.properties_rule(form, parameter, "", values.unlisted_parameter_rule(form))
+        for form in document.object_schemas
+    ]
+    content = arguments_rule(lark, values, found)
     return lark.rule(f"{lark.literal(f'{FUNCTION}{name}>' + chr(10))} {content} {lark.literal(END_FUNCTION)}")
 
 
