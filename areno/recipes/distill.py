@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Literal
+from pkgutil import resolve_name
+from typing import ClassVar, Literal
 
 from areno.api.algorithms import Algorithm
 from areno.config.experiments import LossFn
@@ -26,9 +27,6 @@ from areno.config.teacher import SAMPLED, TeacherConfig
 from areno.errors import Problem
 from areno.launch import run_recipe
 from areno.schema.fields import build_check, require, setting
-
-if TYPE_CHECKING:
-    from areno.trainers.distill import DistillTrainer
 
 
 @dataclass(kw_only=True)
@@ -109,13 +107,12 @@ class DistillConfig(DistillExperimentConfig):
         return not self.rollout.dynamic_sampling
 
 
-def trainer_class() -> type[DistillTrainer]:
-    from areno.trainers.distill import DistillTrainer
-
-    return DistillTrainer
-
-
-ALGORITHM = Algorithm(name="distill", config=DistillConfig, loop=trainer_class, default="quickstart_distill")
+ALGORITHM = Algorithm(
+    name="distill",
+    config=DistillConfig,
+    loop=partial(resolve_name, "areno.trainers.distill:DistillTrainer"),
+    default="quickstart_distill",
+)
 
 if __name__ == "__main__":
     run_recipe("areno.recipes.distill")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from pkgutil import resolve_name
 
 from areno.api.algorithms import Algorithm
 from areno.config.experiments import LossFn, PreferenceExperimentConfig
@@ -22,9 +22,6 @@ from areno.config.models import ModelConfig
 from areno.launch import run_recipe
 from areno.loss_fns.preferences import PreferenceLossConfig
 from areno.schema.fields import require, setting
-
-if TYPE_CHECKING:
-    from areno.trainers.dpo import DPOTrainer
 
 
 @dataclass(kw_only=True)
@@ -51,13 +48,9 @@ class DPOConfig(PreferenceExperimentConfig):
         return self.ref.path is None or self.actor.needs_reference
 
 
-def trainer_class() -> type[DPOTrainer]:
-    from areno.trainers.dpo import DPOTrainer
-
-    return DPOTrainer
-
-
-ALGORITHM = Algorithm(name="dpo", config=DPOConfig, loop=trainer_class, default="quickstart_dpo")
+ALGORITHM = Algorithm(
+    name="dpo", config=DPOConfig, loop=partial(resolve_name, "areno.trainers.dpo:DPOTrainer"), default="quickstart_dpo"
+)
 
 if __name__ == "__main__":
     run_recipe("areno.recipes.dpo")

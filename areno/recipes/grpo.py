@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from pkgutil import resolve_name
+from typing import Any, ClassVar
 
 from areno.api.algorithms import Algorithm
 from areno.config.agent import TurnCredit
@@ -30,9 +31,6 @@ from areno.loss_fns.surrogates import ImportanceLevel, Reduction, SurrogateConfi
 from areno.loss_fns.teacher_signals import TeacherSignalConfig
 from areno.loss_fns.token_selection import TokenSelectionConfig
 from areno.schema.fields import require, setting
-
-if TYPE_CHECKING:
-    from areno.trainers.policy_only import PolicyOnlyTrainer
 
 
 @dataclass(kw_only=True)
@@ -122,13 +120,9 @@ class GRPOConfig(KLExperimentConfig):
         return partial(grpo_loss_fn, **self.actor.loss_settings(self.gconfig.max_new_tokens))
 
 
-def trainer_class() -> type[PolicyOnlyTrainer]:
-    from areno.trainers.policy_only import PolicyOnlyTrainer
-
-    return PolicyOnlyTrainer
-
-
-ALGORITHM = Algorithm(name="grpo", config=GRPOConfig, loop=trainer_class)
+ALGORITHM = Algorithm(
+    name="grpo", config=GRPOConfig, loop=partial(resolve_name, "areno.trainers.policy_only:PolicyOnlyTrainer")
+)
 
 if __name__ == "__main__":
     run_recipe("areno.recipes.grpo")

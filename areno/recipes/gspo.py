@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from pkgutil import resolve_name
+from typing import Any, ClassVar
 
 from areno.api.algorithms import Algorithm
 from areno.config.agent import TurnCredit
@@ -26,9 +27,6 @@ from areno.launch import run_recipe
 from areno.loss_fns.adv_estimators import AdvEstimatorConfig
 from areno.loss_fns.surrogates import Clip, ImportanceLevel
 from areno.schema.fields import require, setting
-
-if TYPE_CHECKING:
-    from areno.trainers.policy_only import PolicyOnlyTrainer
 
 
 @dataclass(kw_only=True)
@@ -84,13 +82,9 @@ class GSPOConfig(KLExperimentConfig):
         )
 
 
-def trainer_class() -> type[PolicyOnlyTrainer]:
-    from areno.trainers.policy_only import PolicyOnlyTrainer
-
-    return PolicyOnlyTrainer
-
-
-ALGORITHM = Algorithm(name="gspo", config=GSPOConfig, loop=trainer_class)
+ALGORITHM = Algorithm(
+    name="gspo", config=GSPOConfig, loop=partial(resolve_name, "areno.trainers.policy_only:PolicyOnlyTrainer")
+)
 
 if __name__ == "__main__":
     run_recipe("areno.recipes.gspo")

@@ -15,16 +15,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from pkgutil import resolve_name
 
 from areno.api.algorithms import Algorithm
 from areno.config.experiments import LossFn, UnpairedExperimentConfig
 from areno.config.models import ModelConfig
 from areno.launch import run_recipe
 from areno.schema.fields import require, setting
-
-if TYPE_CHECKING:
-    from areno.trainers.kto import KTOTrainer
 
 
 @dataclass(kw_only=True)
@@ -66,13 +63,9 @@ class KTOConfig(UnpairedExperimentConfig):
         return self.train_dataset.batch_size >= 2
 
 
-def trainer_class() -> type[KTOTrainer]:
-    from areno.trainers.kto import KTOTrainer
-
-    return KTOTrainer
-
-
-ALGORITHM = Algorithm(name="kto", config=KTOConfig, loop=trainer_class, default="quickstart_kto")
+ALGORITHM = Algorithm(
+    name="kto", config=KTOConfig, loop=partial(resolve_name, "areno.trainers.kto:KTOTrainer"), default="quickstart_kto"
+)
 
 if __name__ == "__main__":
     run_recipe("areno.recipes.kto")

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from pkgutil import resolve_name
+from typing import Any, ClassVar, Literal
 
 from areno.api.algorithms import Algorithm
 from areno.config.experiments import LossFn
@@ -24,9 +25,6 @@ from areno.config.policy_experiments import PairedPolicyExperimentConfig
 from areno.launch import run_recipe
 from areno.loss_fns.preferences import PreferenceLossConfig
 from areno.schema.fields import require, setting
-
-if TYPE_CHECKING:
-    from areno.trainers.online_dpo import OnlineDPOTrainer
 
 
 @dataclass(kw_only=True)
@@ -83,13 +81,12 @@ class OnlineDPOConfig(PairedPolicyExperimentConfig):
         return self.ref is None or self.actor.needs_reference
 
 
-def trainer_class() -> type[OnlineDPOTrainer]:
-    from areno.trainers.online_dpo import OnlineDPOTrainer
-
-    return OnlineDPOTrainer
-
-
-ALGORITHM = Algorithm(name="online_dpo", config=OnlineDPOConfig, loop=trainer_class, default="quickstart_online_dpo")
+ALGORITHM = Algorithm(
+    name="online_dpo",
+    config=OnlineDPOConfig,
+    loop=partial(resolve_name, "areno.trainers.online_dpo:OnlineDPOTrainer"),
+    default="quickstart_online_dpo",
+)
 
 if __name__ == "__main__":
     run_recipe("areno.recipes.online_dpo")

@@ -19,7 +19,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from pkgutil import resolve_name
+from typing import Any, ClassVar
 
 from areno.api.algorithms import Algorithm
 from areno.config.agent import TurnCredit
@@ -32,9 +33,6 @@ from areno.launch import run_recipe
 from areno.loss_fns.surrogates import Reduction
 from areno.recipes.grpo import TokenPolicyConfig
 from areno.schema.fields import check, require, setting, setting_as_in
-
-if TYPE_CHECKING:
-    from areno.trainers.ppo import PPOTrainer
 
 
 @dataclass(kw_only=True)
@@ -130,13 +128,9 @@ class PPOConfig(CriticExperimentConfig):
         return partial(ppo_loss_fn, **self.actor.loss_settings(self.gconfig.max_new_tokens))
 
 
-def trainer_class() -> type[PPOTrainer]:
-    from areno.trainers.ppo import PPOTrainer
-
-    return PPOTrainer
-
-
-ALGORITHM = Algorithm(name="ppo", config=PPOConfig, loop=trainer_class, default="quickstart_ppo")
+ALGORITHM = Algorithm(
+    name="ppo", config=PPOConfig, loop=partial(resolve_name, "areno.trainers.ppo:PPOTrainer"), default="quickstart_ppo"
+)
 
 if __name__ == "__main__":
     run_recipe("areno.recipes.ppo")

@@ -13,14 +13,12 @@ language model, training starts from its transformer, with a head of zeros.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from pkgutil import resolve_name
 
 from areno.api.algorithms import Algorithm
 from areno.config.experiments import LossFn, ProcessRewardExperimentConfig
 from areno.launch import run_recipe
-
-if TYPE_CHECKING:
-    from areno.trainers.process_reward import ProcessRewardTrainer
 
 
 class ProcessRewardConfig(ProcessRewardExperimentConfig):
@@ -32,13 +30,12 @@ class ProcessRewardConfig(ProcessRewardExperimentConfig):
         return process_reward_loss_fn
 
 
-def trainer_class() -> type[ProcessRewardTrainer]:
-    from areno.trainers.process_reward import ProcessRewardTrainer
-
-    return ProcessRewardTrainer
-
-
-ALGORITHM = Algorithm(name="prm", config=ProcessRewardConfig, loop=trainer_class, default="quickstart_prm")
+ALGORITHM = Algorithm(
+    name="prm",
+    config=ProcessRewardConfig,
+    loop=partial(resolve_name, "areno.trainers.process_reward:ProcessRewardTrainer"),
+    default="quickstart_prm",
+)
 
 if __name__ == "__main__":
     run_recipe("areno.recipes.prm")

@@ -14,16 +14,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from pkgutil import resolve_name
 
 from areno.api.algorithms import Algorithm
 from areno.config.experiments import LossFn, RewardModelExperimentConfig
 from areno.config.models import ModelConfig
 from areno.launch import run_recipe
 from areno.schema.fields import require, setting
-
-if TYPE_CHECKING:
-    from areno.trainers.reward_model import RewardModelTrainer
 
 
 @dataclass(kw_only=True)
@@ -63,13 +60,12 @@ class RewardModelConfig(RewardModelExperimentConfig):
         return partial(reward_model_loss_fn, margin_coef=self.actor.margin_coef, center_coef=self.actor.center_coef)
 
 
-def trainer_class() -> type[RewardModelTrainer]:
-    from areno.trainers.reward_model import RewardModelTrainer
-
-    return RewardModelTrainer
-
-
-ALGORITHM = Algorithm(name="rw", config=RewardModelConfig, loop=trainer_class, default="quickstart_rw")
+ALGORITHM = Algorithm(
+    name="rw",
+    config=RewardModelConfig,
+    loop=partial(resolve_name, "areno.trainers.reward_model:RewardModelTrainer"),
+    default="quickstart_rw",
+)
 
 if __name__ == "__main__":
     run_recipe("areno.recipes.rw")

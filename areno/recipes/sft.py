@@ -7,14 +7,12 @@ loss = mean over all response tokens of the step of -log p        (of the assist
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from pkgutil import resolve_name
 
 from areno.api.algorithms import Algorithm
 from areno.config.experiments import LossFn, SupervisedExperimentConfig
 from areno.launch import run_recipe
-
-if TYPE_CHECKING:
-    from areno.trainers.sft import SFTTrainer
 
 
 class SFTConfig(SupervisedExperimentConfig):
@@ -26,13 +24,9 @@ class SFTConfig(SupervisedExperimentConfig):
         return sft_loss_fn
 
 
-def trainer_class() -> type[SFTTrainer]:
-    from areno.trainers.sft import SFTTrainer
-
-    return SFTTrainer
-
-
-ALGORITHM = Algorithm(name="sft", config=SFTConfig, loop=trainer_class, default="quickstart_base")
+ALGORITHM = Algorithm(
+    name="sft", config=SFTConfig, loop=partial(resolve_name, "areno.trainers.sft:SFTTrainer"), default="quickstart_base"
+)
 
 if __name__ == "__main__":
     run_recipe("areno.recipes.sft")

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from areno.api import get_algorithm
 from areno.cli.__main__ import main
 from areno.launch import command
-from areno.recipes.gspo import GSPOConfig, trainer_class
+from areno.recipes.gspo import ALGORITHM, GSPOConfig
 from areno.report import page, replayed_tokens
 from tests.helpers.played import TASK, Main, Played, task_folder
 
@@ -226,7 +226,7 @@ def test_replay(work, name, change, number):
 @bounded(15)
 def test_resume(work, name, change):
     odd_run(name, change)
-    played = Played(name="gspo", config=GSPOConfig, loop=trainer_class, default="small", main=Main())
+    played = Played(name="gspo", config=GSPOConfig, loop=ALGORITHM.loop, default="small", main=Main())
     ends(lambda: command.run(played, "gspo", ["--resume", "t"]))
     ends(
         lambda: command.run(

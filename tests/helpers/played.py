@@ -11,7 +11,7 @@ import pytest
 from areno.api import Algorithm
 from areno.errors import ConfigError
 from areno.launch import command, compose
-from areno.recipes.gspo import GSPOConfig, trainer_class
+from areno.recipes.gspo import ALGORITHM, GSPOConfig
 from areno.tracking.run_folder import METRICS
 
 SMALL = ["experiment_name=test", "actor.path=model", "train_dataset.path=rows.jsonl", "reward.fn=math"]
@@ -63,7 +63,7 @@ class Main:
 
 
 def run(main, *arguments, name="small"):
-    algorithm = Played(name="gspo", config=GSPOConfig, loop=trainer_class, default="small", main=main)
+    algorithm = Played(name="gspo", config=GSPOConfig, loop=ALGORITHM.loop, default="small", main=main)
     try:
         return command.run(
             algorithm, "python -m areno.recipes.gspo", ["--config-dir=my", f"--config-name={name}", *arguments]

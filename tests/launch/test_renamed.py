@@ -11,7 +11,7 @@ from areno.api import algorithms
 from areno.config.datasets import ValidDatasetConfig, ValidSetConfig
 from areno.errors import ConfigError
 from areno.launch import command, compose
-from areno.recipes.gspo import GSPOActorConfig, GSPOConfig, trainer_class
+from areno.recipes.gspo import ALGORITHM, GSPOActorConfig, GSPOConfig
 from areno.report.tables import compare_tables
 from areno.run.resume import changed_settings
 from areno.schema import build
@@ -148,7 +148,7 @@ def test_both_names_at_once(work):
 
 
 def train(cls, main, *arguments):
-    algorithm = Played(name="gspo", config=cls, loop=trainer_class, default="small", main=main)
+    algorithm = Played(name="gspo", config=cls, loop=ALGORITHM.loop, default="small", main=main)
     try:
         return command.run(algorithm, "python -m areno.recipes.gspo", arguments)
     except SystemExit as end:
@@ -167,7 +167,9 @@ def test_a_run_of_an_earlier_version(work, caplog, monkeypatch, capsys):
     assert changed_settings(Now, stored, {**stored, "actor": {**stored["actor"], "warmth": 3.0}})[0].key == "actor.heat"
     monkeypatch.setattr(algorithms, "algorithm_entry_points", dict)
     monkeypatch.setitem(
-        algorithms.registered, "gspo", Played(name="gspo", config=Now, loop=trainer_class, default="small", main=Main())
+        algorithms.registered,
+        "gspo",
+        Played(name="gspo", config=Now, loop=ALGORITHM.loop, default="small", main=Main()),
     )
     config = compose.load(Now, "config", ["engine.device=cpu"], folder)  # as `areno evaluate` and `areno replay` do
     assert (config.actor.heat, config.n_remarks) == (2, 3)

@@ -12,7 +12,7 @@ from areno.api import Algorithm, get_algorithm
 from areno.errors import CheckpointError, ConfigError, DataError, all_of
 from areno.launch import command
 from areno.launch.compose import load
-from areno.recipes.gspo import GSPOConfig, trainer_class
+from areno.recipes.gspo import ALGORITHM, GSPOConfig
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +71,7 @@ class Exits(Algorithm):
 
 def test_a_run_that_calls_exit_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        command.run(Exits(name="exits", config=GSPOConfig, loop=trainer_class), "exits", [])
+        command.run(Exits(name="exits", config=GSPOConfig, loop=ALGORITHM.loop), "exits", [])
     assert caught.value.code == 1
     assert re.fullmatch(r"error: the run was ended by SystemExit: 0 \(test_reports.py:\d+\)\n", capsys.readouterr().err)
     assert not Path("outputs").exists()
