@@ -12,13 +12,14 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from areno import heartbeat
+from areno.config.experiments import ExperimentConfig
 from areno.config.run import SaverConfig
 from areno.errors import ConfigError, Problem, did_you_mean
 from areno.files.durable import (
@@ -34,7 +35,13 @@ from areno.files.durable import (
     remove_empty,
     sync,
 )
+from areno.plan.forecast import Forecast, forecast
+from areno.plan.hardware import gpu_by_name, local_cpu
 from areno.run.progress import Trigger
+
+if TYPE_CHECKING:
+    from areno.api.trainer import Trainer
+    from areno.engine.engine import Engine
 
 logger = logging.getLogger("areno.saver")
 
@@ -43,6 +50,34 @@ _POLL_S = 0.05
 _UPLOAD_POLL_S = 1.0
 OWNER = ".owner"  # file beside the checkpoints, with the path of the run that writes them
 TOKEN = "HF_TOKEN"  # environment variable
+
+
+class SavedModels:
+    """The models of a run. Set `trainer` after they are loaded. The run is opened before that."""
+
+    trainer: Trainer
+
+    def __init__(self, config: ExperimentConfig, also_saved: Sequence[str]):
+        self._config, self._saver, self._also_saved = config, config.saver, also_saved
+
+    def engine(self) -> Engine:
+        return self.trainer.engine
+
+    def write_checkpoint(self, folder: Path) -> None:
+        on_cuda = self.engine().spec.devices[0].startswith("cuda")
+        background = self._saver.mode == "async" or (self._saver.mode == "auto" and on_cuda)
+        self.trainer.write_checkpoint(folder, background=background, merge_adapters=self._saver.merge_adapters)
+        for role in self._also_saved:
+            self.trainer.write_checkpoint(folder / role, role, background)
+
+    def checkpoint_written(self) -> bool:
+        return self.trainer.checkpoint_written()
+
+    def forecast(self, prompt_tokens: int, answer_tokens: int) -> Forecast:
+        engine = self.engine()
+        info = engine.info
+        hardware = gpu_by_name(info.device_name, info.device_bytes) if info.device_name else local_cpu()
+        return forecast(self._config, hardware, len(engine.spec.devices), prompt_tokens, answer_tokens)
 
 
 class CheckpointRanking:

@@ -33,9 +33,8 @@ from areno.errors import ArenoError, WorkerLost
 from areno.files.durable import atomic_write_text
 from areno.files.interrupts import InterruptDelay
 from areno.plan.argument_checks import check_folder
-from areno.plan.forecast import Forecast
 from areno.plan.phases import compare_with_recorded, measured_lengths
-from areno.run.checkpoints import Saver
+from areno.run.checkpoints import SavedModels, Saver
 from areno.run.evaluator import Evaluator
 from areno.run.flight_recorder import FlightRecorder, StepKeeper
 from areno.run.outputs import RunOutputs, RunTexts
@@ -53,27 +52,9 @@ from areno.tracking.tracker import Tracker
 from areno.types import Batch, ScoredSample
 
 if TYPE_CHECKING:
-    from areno.engine.engine import Engine
+    pass
 
 logger = logging.getLogger("areno")
-
-
-class RunModels(Protocol):
-    """Access to the models of a run. They may be loaded after the run is opened."""
-
-    def engine(self) -> Engine: ...
-
-    def write_checkpoint(self, folder: Path) -> None:
-        """Write a checkpoint. With saver.mode=async or auto, it may be completed in the background."""
-        ...
-
-    def checkpoint_written(self) -> bool:
-        """Return whether the last checkpoint is complete. Raises CheckpointError if it cannot be written."""
-        ...
-
-    def forecast(self, prompt_tokens: int, answer_tokens: int) -> Forecast:
-        """Predict memory and time of a step for these mean lengths."""
-        ...
 
 
 class Run:
@@ -99,7 +80,7 @@ class Run:
         config: ExperimentConfig,
         run_dir: str | Path | None,
         loader: BatchLoader[Any],
-        models: RunModels,
+        models: SavedModels,
         *,
         evaluator: Evaluator | None = None,
         texts: RunTexts | None = None,

@@ -31,7 +31,6 @@ from areno.data.row_schema import RowKind
 from areno.data.solution_steps import StepEncoder, separator_problem
 from areno.data.sources import check_source, check_valid_sources, valid_sets
 from areno.engine.decoder.grammar import Vocabulary
-from areno.engine.engine import Engine
 from areno.environments.packages import check_packages
 from areno.errors import CheckpointError, ConfigError, Key, Problem, WorkerLost, all_of, keys_renamed
 from areno.files.paths import name_model_setting_in_errors
@@ -39,8 +38,6 @@ from areno.models.folder import has_same_weights
 from areno.models.registry import load_config
 from areno.plan.devices import n_local_workers
 from areno.plan.folders import full_model_folder, load_tokenizer
-from areno.plan.forecast import Forecast, forecast
-from areno.plan.hardware import gpu_by_name, local_cpu
 from areno.plan.lr_schedule import device_warnings, schedule_warnings, staleness_warnings, with_schedules
 from areno.plan.phases import decoder_concurrency
 from areno.plan.plan import TrainerPlan, check_rows_per_replica, plan_of_experiment
@@ -49,6 +46,7 @@ from areno.plan.startup_log import describe_missing_answers, startup_facts
 from areno.plan.vocabularies import complete_roles
 from areno.run import tuning
 from areno.run.agents_across_steps import LiveAgents
+from areno.run.checkpoints import SavedModels
 from areno.run.evaluator import Evaluator
 from areno.run.open_rows import open_loader
 from areno.run.outputs import RunTexts
@@ -87,37 +85,6 @@ class LoopKind(Protocol):
     trains: ClassVar[bool]
 
     def measure(self, name: str, loader: BatchLoader[Any]) -> dict[str, float]: ...
-
-
-class SavedModels:
-    """Implements the protocol RunModels, with which a run writes checkpoints and training states.
-
-    Set `trainer` after the models are loaded. The run is opened before that.
-    """
-
-    trainer: Trainer
-
-    def __init__(self, config: ExperimentConfig, also_saved: Sequence[str]):
-        self._config, self._saver, self._also_saved = config, config.saver, also_saved
-
-    def engine(self) -> Engine:
-        return self.trainer.engine
-
-    def write_checkpoint(self, folder: Path) -> None:
-        on_cuda = self.engine().spec.devices[0].startswith("cuda")
-        background = self._saver.mode == "async" or (self._saver.mode == "auto" and on_cuda)
-        self.trainer.write_checkpoint(folder, background=background, merge_adapters=self._saver.merge_adapters)
-        for role in self._also_saved:
-            self.trainer.write_checkpoint(folder / role, role, background)
-
-    def checkpoint_written(self) -> bool:
-        return self.trainer.checkpoint_written()
-
-    def forecast(self, prompt_tokens: int, answer_tokens: int) -> Forecast:
-        engine = self.engine()
-        info = engine.info
-        hardware = gpu_by_name(info.device_name, info.device_bytes) if info.device_name else local_cpu()
-        return forecast(self._config, hardware, len(engine.spec.devices), prompt_tokens, answer_tokens)
 
 
 class Setup(Generic[Config]):

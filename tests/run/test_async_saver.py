@@ -22,8 +22,7 @@ from areno.config.run import EvaluatorConfig, SaverConfig
 from areno.engine.engine import Engine
 from areno.errors import CheckpointError
 from areno.loss_fns.sft import sft_loss_fn
-from areno.run.checkpoints import Saver
-from areno.run.setup import SavedModels
+from areno.run.checkpoints import SavedModels, Saver
 from areno.types import TrainSequence
 from tests.helpers.policy_runs import classifier, play
 from tests.helpers.processes import worker_of
