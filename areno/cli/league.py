@@ -93,8 +93,18 @@ def _check_arguments(arguments: argparse.Namespace, size: str, output: Path, pro
         if value is not None and value <= 0 and not arguments.tables:
             problems.append(Problem(option, "is {}; a number above 0 is expected", value))
     rows = Path(arguments.rows).expanduser().absolute() if arguments.rows else output / "results"
-    if arguments.tables and not rows.is_dir():
-        problems.append(Problem("--tables", "there is no folder {}; name it with --rows", rows))
+    if arguments.tables:
+        if not rows.is_dir():
+            problems.append(Problem("--tables", "there is no folder {}; name it with --rows", rows))
+        elif not any(rows.glob("*/*.json")):
+            text = "there are no results, such as countdown/grpo-s1.json, in {}; name their folder with --rows"
+            problems.append(Problem("--tables", text, rows))
+        makes_runs = {name: vars(arguments)[name] for name in ("stage", "only", "seeds", "parallel", "resume", "base")}
+        problems += [
+            Problem(f"--{name}", "is for runs, and --tables makes none: it prints all results; leave one out")
+            for name, value in (makes_runs | {"for": arguments.seconds}).items()
+            if value
+        ]
     if problems:
         raise ConfigError(problems)
     if arguments.tables:

@@ -97,10 +97,22 @@ def read_results(folder: Path) -> dict[str, Result]:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             result = Result(**{**content, "run": LeagueRun(**content["run"])})
-        except (ValueError, TypeError, KeyError) as error:
+            _check(result, path.relative_to(folder).as_posix())
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ArenoError("{} is no result of the league: {}; remove it", path, error) from error
         found[result.run.file] = result
     return found
+
+
+def _check(result: Result, file: str) -> None:
+    """Raise an error if a result lacks what the tables read, or is in the file of another run."""
+    if result.run.file != file:
+        raise ValueError(f"it says that it is {result.run.file}")
+    numbers = [result.run.seed, result.run.age, result.at_once, result.wall_seconds, float(result.run.rate)]
+    numbers += [result.solve_rate, result.pass_at_most, *result.evaluation.values(), *result.before.values()]
+    if not all(map(math.isfinite, numbers)):
+        raise ValueError("a number is not finite")
+    math.fsum([*result.tokens, *result.seconds, *result.rewards, *result.lengths, *result.entropy])
 
 
 def _most_passes(evaluation: Iterable[str]) -> str:

@@ -46,6 +46,11 @@ class League:
         if others := {one.size for one in self.results.values()} - {self.size}:
             text = "{} holds results of the size {}; use another folder, or --size {}"
             raise ConfigError(Problem("--rows", text, self.rows, *(2 * [others.pop()])))
+        for task in ("countdown", "arithmetic"):
+            bases = {one.base for one in self.results.values() if task_of(one.run.stage) == task}
+            if len(bases) > 1:
+                text = "{} holds results of {} base models of {}, which are no table; keep those of one"
+                raise ConfigError(Problem("--rows", text, self.rows, len(bases), task))
         if other := self.runs.other_setting(self.results.values(), self.settings, self.makes_runs):
             text = "{} holds results with other settings: {} has {}, and not {}; use another folder, or equal settings"
             raise ConfigError(Problem("--rows", text, self.rows, *other))

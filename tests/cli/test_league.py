@@ -15,6 +15,7 @@ import torch
 
 from areno.api import get_algorithm
 from areno.cli.__main__ import main
+from areno.errors import ArenoError
 from areno.launch.compose import load
 from areno.launch.yaml_files import variant_files
 from areno.league import results
@@ -155,6 +156,9 @@ def test_results_of_another_size_or_base_model(tmp_path: Path, capsys: pytest.Ca
     made = league(tmp_path, "grpo")
     with pytest.raises(Exception, match=r"results of another base model of countdown"):
         made.play(None)
+    result("countdown", "grpo", 1, 0.1, base="def").write(tmp_path / "results")
+    assert main(["reproduce", "league", "--tables", f"--rows={tmp_path / 'results'}"]) == 2
+    assert "holds results of 2 base models of countdown, which are no table" in capsys.readouterr().err
 
 
 def test_results_with_other_settings_are_not_mixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,6 +208,29 @@ def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_results(tmp_path) == {"staleness/cispo-age8-s2.json": made}
     (tmp_path / "staleness/x-s1.json").write_text("{}")
     with pytest.raises(Exception, match=r"x-s1.json is no result of the league"):
+        read_results(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"evaluation": {"pass@4": 0.2}}, "'accuracy'"),
+        ({"evaluation": {"accuracy": 0.2}}, "max"),
+        ({"evaluation": {"accuracy": math.nan, "pass@4": 0.2}}, "a number is not finite"),
+        ({"evaluation": None}, "NoneType"),
+        ({"before": {"accuracy": "0.1"}}, "must be real number"),
+        ({"rewards": None}, "NoneType"),
+        ({"tokens": "x"}, "must be real number"),
+        ({"run": LeagueRun("countdown", "cispo", 2, "5e-4")}, r"it says that it is countdown/cispo-s2\.json"),
+        ({"run": LeagueRun("countdown", "cispo", 1, "x")}, "could not convert"),
+    ],
+)
+def test_a_damaged_result_is_named(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    made = result("countdown", "cispo", 1, 0.2)
+    path = tmp_path / made.run.file
+    path.parent.mkdir()
+    path.write_text(json.dumps(dataclasses.asdict(dataclasses.replace(made, **change))))
+    with pytest.raises(ArenoError, match=rf"cispo-s1\.json is no result of the league: .*{message}.*; remove it"):
         read_results(tmp_path)
 
 
@@ -275,6 +302,14 @@ def test_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["league", "--seeds=1,x"], "--seeds: is '1,x'; numbers from 1 with commas are expected"),
         (["league", "--parallel=0"], "--parallel: is 0; a number above 0 is expected"),
         (["league", "--tables", "--rows=none"], "--tables: there is no folder .*/none; name it with --rows"),
+        (
+            ["league", "--tables", "--rows=/dev"],
+            "--tables: there are no results, such as countdown/grpo-s1.json, in /dev",
+        ),
+        (
+            ["league", "--tables", f"--rows={ROOT}/docs/league", "--only=grpo"],
+            "--only: is for runs, and --tables makes none",
+        ),
         (["league", "--seeds=,"], "--seeds: is ','; numbers from 1 with commas are expected"),
         (["league", "--seeds=1,2,1"], "--seeds: names 1 more than once"),
         (["league", "--stage=,"], "--stage: is ','; names with commas are expected, such as rates"),
