@@ -95,7 +95,7 @@ class PolicyExperimentConfig(WithAgents, WithTeacher, ExperimentConfig):
         estimator = self.actor.chosen_adv_estimator
         if estimator is None:
             return
-        key, text = Key("actor.adv_estimator"), "is {}, but {} computes one advantage for a sample; {}"
+        key, text = Key("actor.adv_estimator"), "is {}, but {} takes one reward for a sample; {}"
         if self.agent.turn_credit != "outcome":
             yield Problem("agent.turn_credit", text, self.agent.turn_credit, key, "set it to outcome")
         if self.actor.kl_reward_coef:

@@ -7,6 +7,8 @@ the configuration of a run is read before it is needed.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -18,6 +20,8 @@ from areno.schema.fields import Section, check, setting
 
 if TYPE_CHECKING:
     import numpy as np
+
+logger = logging.getLogger("areno")
 
 
 @dataclass(kw_only=True)
@@ -140,8 +144,10 @@ class GDPO(AdvEstimator):
             text = "is gdpo, but the rewards of this step have no parts; return a dictionary, or set several functions"
             raise ConfigError(Problem("actor.adv_estimator", text))
         if missing := ", ".join(sorted(weights.keys() - set(names))) if names else "":
-            text = "names {}, which no reward of this step has; the parts are {}"
-            raise ConfigError(Problem("actor.gdpo.weights", text, missing, ", ".join(names)))
+            if weights.keys().isdisjoint(names):
+                text = "names {}, which no reward of this step has; the parts are {}"
+                raise ConfigError(Problem("actor.gdpo.weights", text, missing, ", ".join(names)))
+            _warn_of_missing_parts(missing, ", ".join(names))
         sums_B, has_B = np.zeros_like(rewards_B), np.zeros_like(known_B)
         for name, weight in weights.items():
             values_B = np.array([of.get(name, np.nan) for of in parts])
@@ -163,6 +169,12 @@ class GDPO(AdvEstimator):
         if self.weights is None and (config.reward.weights is not None or config.reward.has_model):
             text = "is null, but {} weigh the functions, or a model has a part; set the weight of each part by its name"
             yield Problem("actor.gdpo.weights", text, Key("reward.weights"))
+
+
+@functools.cache  # once for each combination
+def _warn_of_missing_parts(missing: str, names: str) -> None:
+    text = "actor.gdpo.weights names %s, which no reward of this step has; the parts are %s"
+    logger.warning(text, missing, names)
 
 
 @ADV_ESTIMATORS.register(
@@ -225,6 +237,10 @@ class REAL(AdvEstimator):
             text = "is {}, but {} is real, whose updates have whole groups; set {} instead"
             key = Key("actor.ppo_n_minibatches")
             yield Problem("actor.gradient_accumulation_steps", text, actor.gradient_accumulation_steps, _KEY, key)
+        if actor.ppo_n_minibatches > config.train_dataset.batch_size:
+            text = "is {}, but {} is real, whose updates have whole groups, and a step has {} ({}); lower it"
+            n_groups, key = config.train_dataset.batch_size, Key("train_dataset.batch_size")
+            yield Problem("actor.ppo_n_minibatches", text, actor.ppo_n_minibatches, _KEY, n_groups, key)
 
 
 @ADV_ESTIMATORS.register(

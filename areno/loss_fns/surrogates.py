@@ -92,6 +92,8 @@ class Surrogate(Section):
     couples_tokens: ClassVar[bool] = False
     """Whether the loss of a token depends on the ratios of other tokens of its row, so that they must be of tokens."""
 
+    uses_ratio: ClassVar[bool] = True
+
     def surrogate_loss(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the loss of each token or sequence. Training minimises it.
 
@@ -192,6 +194,8 @@ class Unclipped(Surrogate):
 @SURROGATES.register("reinforce", help="advantage times log-probability; for adv_estimator=real")
 class Reinforce(Surrogate):
     """-A log pi: the policy gradient without importance sampling."""
+
+    uses_ratio: ClassVar[bool] = False
 
     def surrogate_loss(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return -advantages * logprobs, {}

@@ -58,6 +58,10 @@ class TokenPolicyConfig(
     def level_suits_surrogate(self) -> bool:
         return self.importance_sampling_level == "token" or not self.chosen_surrogate.couples_tokens
 
+    @require("importance_sampling_level", "is sequence, but surrogate={self.surrogate} has no ratio; leave it out")
+    def level_is_of_a_ratio(self) -> bool:
+        return self.importance_sampling_level == "token" or self.chosen_surrogate.uses_ratio
+
     @property
     def ratio_level(self) -> ImportanceLevel:
         return self.importance_sampling_level

@@ -101,8 +101,18 @@ def test_errors_of_gdpo():
     with pytest.raises(ConfigError, match=r"actor\.adv_estimator: is gdpo, but the rewards of this step have no parts"):
         GDPO().advantages(rewards, [0, 0], [{}, {}])
     with pytest.raises(ConfigError, match=r"actor\.gdpo\.weights: names b, which no reward.*the parts are a, c"):
-        GDPO(weights={"b": 1.0, "a": 1.0}).advantages(rewards, [0, 0], [{"a": 1.0}, {"c": 1.0}])
+        GDPO(weights={"b": 1.0}).advantages(rewards, [0, 0], [{"a": 1.0}, {"c": 1.0}])
     assert not GDPO().advantages(np.array([NAN, NAN]), [0, 0], [{}, {}]).any()
+
+
+def test_a_part_that_a_step_lacks_ends_no_run(caplog: pytest.LogCaptureFixture) -> None:
+    """A rare part, or one of another source. It is named once."""
+    rewards, parts = np.array([1.0, 0.5]), [{"answer": 1.0}, {"answer": 0.0}]
+    for _ in range(2):
+        found = GDPO(weights={"answer": 1.0, "rare": 2.0}).advantages(rewards, [0, 0], parts)
+        assert found == pytest.approx([1.0, -1.0], abs=1e-5)
+    expected = "actor.gdpo.weights names rare, which no reward of this step has; the parts are answer"
+    assert [record.getMessage() for record in caplog.records] == [expected]
 
 
 @pytest.mark.parametrize("recipe", [GRPOConfig, GSPOConfig])
@@ -122,7 +132,7 @@ def test_errors_of_gdpo():
         (["variant=gdpo", "reward.path=folder"], ["actor.gdpo.weights: is null"]),
         (
             ["variant=maxrl", "ref=default", "actor.kl_ctl=0.1", "actor.use_kl_in_reward=true"],
-            ["actor.use_kl_in_reward: is true, but actor.adv_estimator computes one advantage"],
+            ["actor.use_kl_in_reward: is true, but actor.adv_estimator takes one reward"],
         ),
         (
             ["variant=maxrl", "agent.fn=agent.py", "agent.turn_credit=return", "agent.export_style=individual"],
@@ -179,6 +189,15 @@ def test_otb_at_the_edges():
         (["variant=real", "actor.reduction=token_mean"], "reduction: is token_mean, but actor.adv_estimator is real"),
         (["variant=real", "actor.gradient_accumulation_steps=2"], "set actor.ppo_n_minibatches instead"),
         (["variant=real", "actor.recompute_logprob=false"], "recompute_logprob: is false, but actor.adv_estimator is"),
+        (
+            ["variant=real", "actor.importance_sampling_level=sequence"],
+            "level: is sequence, but surrogate=reinforce has",
+        ),
+        (
+            ["variant=real", "actor.ppo_n_minibatches=8", "train_dataset.batch_size=4"],
+            "ppo_n_minibatches: is 8, but actor.adv_estimator is real, whose updates have whole groups, and a step "
+            "has 4 (train_dataset.batch_size); lower it",
+        ),
         (["actor.adv_estimator=real"], "is real, whose loss has no ratio; use the recipe grpo with variant=real"),
     ],
 )
