@@ -45,6 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported, and for the processes that tests start
         # The models of the tests are too small for threads, and the processes of several tests share the cores.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+        if "torch" in sys.modules:  # by the conftest.py of a folder that is named: it has read the environment
+            sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     # Images for containers often forbid bytecode. Each of the many processes that tests start would then compile the
     # whole package anew.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
