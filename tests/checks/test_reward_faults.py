@@ -8,24 +8,26 @@ from typing import Any
 import pytest
 
 from areno.checks import short_runs
-from areno.checks.inputs.findings import Finding
-from tests.helpers.checked import failed, findings, red
+from areno.checks.inputs.findings import Check, Finding
+from areno.checks.rewards import reward_functions
+from areno.checks.short_runs import groups_with_signal
+from tests.helpers.checked import failed, findings, found_by, red
 from tests.helpers.checked_rows import chat_model
 from tests.helpers.endpoints import endpoint
 
 RIGHT = "    return 1.0 if record.completion.strip() == record.solutions else 0.0\n"
 
 
-def found_with(folder: Path, body: str, *settings: str, **options: Any) -> list[Finding]:
+def found_with(folder: Path, body: str, *settings: str, check: Check = reward_functions) -> list[Finding]:
     file = folder / "reward.py"
     file.write_text(
         f"import itertools\nimport os\nimport random\n\ncalls = itertools.count()\n\n\ndef reward_fn(record):\n{body}"
     )
-    return findings("gspo quickstart", f"reward.fn={file}", *settings, only="reward", **options)
+    return found_by([check], "gspo", "--config-name=quickstart", f"reward.fn={file}", *settings)
 
 
 def test_a_right_reward_is_green(tmp_path: Path) -> None:
-    found = found_with(tmp_path, RIGHT)
+    found = [*found_with(tmp_path, RIGHT), *found_with(tmp_path, RIGHT, check=groups_with_signal)]
     assert not red(found), found
     assert not failed(found)
     assert {each.name for each in found if each.verdict == "green"} >= {
@@ -38,12 +40,12 @@ def test_a_right_reward_is_green(tmp_path: Path) -> None:
 def test_groups_whose_samples_would_take_too_long_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(short_runs, "_SECONDS", 1e-9)
     monkeypatch.setattr(short_runs, "_TRIED_TOKENS", 1)
-    [found] = [each for each in found_with(tmp_path, "    return 0.0\n") if each.name == "group-signal"]
+    [found] = found_with(tmp_path, "    return 0.0\n", check=groups_with_signal)
     assert found.verdict == "not checked"
     assert "0 of 4 groups" in found.line
     assert "cut at 1 tokens, as sampling 16 (gconfig.max_new_tokens) takes too long" in found.line
     body = "    return float(record.completion[:1] in '02468')\n"
-    [found] = [each for each in found_with(tmp_path, body) if each.name == "group-signal"]
+    [found] = found_with(tmp_path, body, check=groups_with_signal)
     assert found.verdict == "green"
 
 
@@ -62,7 +64,8 @@ def test_groups_whose_samples_would_take_too_long_are_cut(tmp_path: Path, monkey
     ],
 )
 def test_a_wrong_reward_is_found(body: str, name: str, tmp_path: Path) -> None:
-    assert name in red(found_with(tmp_path, body))
+    check = groups_with_signal if name == "group-signal" else reward_functions
+    assert name in red(found_with(tmp_path, body, check=check))
 
 
 @pytest.mark.slow
@@ -122,11 +125,6 @@ def test_a_judge_without_judgement_is_found(says: Any, names: set[str]) -> None:
         assert not requests
 
 
-def red_rewards(found: list[Finding]) -> set[str]:
-    """What is red, but for group-signal: the small model does not know these tasks."""
-    return red(found) - {"group-signal"}
-
-
 def reward_of_rows(folder: Path, body: str, row: str, *settings: str) -> list[Finding]:
     """Check a reward on rows of n = 460 .. 509, each written as a dictionary."""
     loader = folder / "loader.py"
@@ -143,7 +141,7 @@ def reward_of_rows(folder: Path, body: str, row: str, *settings: str) -> list[Fi
 )
 def test_a_reward_of_nothing_is_found(prompt: str, names: set[str], tmp_path: Path) -> None:
     row, model = f"{{'prompt': {prompt}, 'solutions': str(2 * n)}}", "examples/agentic/small_model/model"
-    assert red_rewards(reward_of_rows(tmp_path, "    return 0.0\n", row, f"actor.path={model}")) == names
+    assert red(reward_of_rows(tmp_path, "    return 0.0\n", row, f"actor.path={model}")) == names
 
 
 HASHED = "    return float(record.completion.split('####')[-1].strip() == record.solutions)\n"
@@ -153,9 +151,9 @@ HASHED = "    return float(record.completion.split('####')[-1].strip() == record
 def test_stop_strings_that_cut_right_answers_are_found(tmp_path: Path) -> None:
     model = ("actor.path=examples/agentic/small_model/model", "gconfig.max_new_tokens=20")
     found = found_with(tmp_path, HASHED, *model, "gconfig.stop=['####']")
-    assert red_rewards(found) == {"reward-stop"}
+    assert red(found) == {"reward-stop"}
     assert "gconfig.stop" in next(each.line for each in found if each.name == "reward-stop")
-    assert not red_rewards(found_with(tmp_path, HASHED, *model, "gconfig.stop=['\\n\\n']"))
+    assert not red(found_with(tmp_path, HASHED, *model, "gconfig.stop=['\\n\\n']"))
 
 
 LAST_WORD = "    said = record.completion.split()\n    right = record.solutions in said[-1:]\n"
@@ -166,8 +164,8 @@ def test_a_reward_for_words_is_found(tmp_path: Path) -> None:
     row, room = "{'prompt': f'{n}+{n}=', 'solutions': str(2 * n)}", "gconfig.max_new_tokens=115"
     for words in ("- 0.1 * len(said)", "+ 0.1 * len(said)"):
         found = reward_of_rows(tmp_path, f"{LAST_WORD}    return right {words}\n", row, room)
-        assert "reward-length" in red_rewards(found)
-    assert not red_rewards(reward_of_rows(tmp_path, f"{LAST_WORD}    return right - 0.001 * len(said)\n", row, room))
+        assert "reward-length" in red(found)
+    assert not red(reward_of_rows(tmp_path, f"{LAST_WORD}    return right - 0.001 * len(said)\n", row, room))
 
 
 def test_worked_solutions_of_the_rows_are_tried(tmp_path: Path) -> None:
@@ -183,9 +181,9 @@ def test_a_wrong_number_with_the_right_one_inside_is_found(tmp_path: Path) -> No
     row = "{'prompt': f'{n}+{n}=', 'solutions': str(2 * n)}"
     inside = "    return float(record.solutions in record.completion)\n"
     listed = "    return float(record.solutions in record.completion.replace(',', '').split())\n"
-    assert red_rewards(reward_of_rows(tmp_path, inside, row)) == {"reward-wrong"}
-    assert red_rewards(reward_of_rows(tmp_path, listed, row)) == {"reward-wrong"}
-    assert not red_rewards(reward_of_rows(tmp_path, RIGHT, row, "reward.fn=math"))
+    assert red(reward_of_rows(tmp_path, inside, row)) == {"reward-wrong"}
+    assert red(reward_of_rows(tmp_path, listed, row)) == {"reward-wrong"}
+    assert not red(reward_of_rows(tmp_path, RIGHT, row, "reward.fn=math"))
 
 
 @pytest.mark.slow
@@ -196,9 +194,9 @@ def test_rows_whose_answer_is_not_read_are_found(tmp_path: Path) -> None:
         "    except ValueError:\n        return 0.0\n"
     )
     found = reward_of_rows(tmp_path, as_float, row)
-    assert red_rewards(found) == {"reward-each-row"}
+    assert red(found) == {"reward-each-row"}
     assert "have a comma" in next(each.line for each in found if each.name == "reward-each-row")
-    assert not red_rewards(reward_of_rows(tmp_path, RIGHT, row))
+    assert not red(reward_of_rows(tmp_path, RIGHT, row))
 
 
 @pytest.mark.slow
@@ -208,17 +206,17 @@ def test_a_reward_that_wants_the_reasoning_opened_twice_is_found(tmp_path: Path)
     row = "{'prompt': f'What is {n} plus {n}? Answer in \\\\boxed{{}}.', 'solutions': str(2 * n)}"
     body = "    text = record.completion\n    right = text.endswith('{' + record.solutions + '}')\n"
     found = reward_of_rows(tmp_path, f"{body}    return float(right and text.startswith('<think>'))\n", row, *model)
-    assert red_rewards(found) == {"reward-continuation"}
+    assert red(found) == {"reward-continuation"}
     assert "opens <think> again gets 1" in next(each.line for each in found if each.name == "reward-continuation")
     found = reward_of_rows(tmp_path, f"{body}    return float(right and '</think>' in text)\n", row, *model)
-    assert not red_rewards(found)
+    assert not red(found)
     closed = ("actor.path=examples/agentic/small_model/model", *model[1:])
     body += "    return float(right and text.startswith('<think>') and '</think>' in text)\n"
-    assert not red_rewards(reward_of_rows(tmp_path, body, row, *closed))
+    assert not red(reward_of_rows(tmp_path, body, row, *closed))
 
 
 def test_a_reward_that_is_cached_by_prompt_is_found_once(tmp_path: Path) -> None:
     body = "    key = tuple(record.prompt_tokens)\n    right = record.completion == record.solutions\n"
     found = found_with(tmp_path, f"{body}    return cached.setdefault(key, float(right))\n\n\ncached = {{}}\n")
-    assert red_rewards(found) == {"reward-repeatable"}
+    assert red(found) == {"reward-repeatable"}
     assert "cached by prompt" in next(each.line for each in found if each.name == "reward-repeatable")

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from areno.checks.data.row_order import CHECKS
 from areno.data.loader import BatchLoader
-from tests.helpers.checked import data_file, failed, findings
+from tests.helpers.checked import data_file, failed, found_by
 
 RIGHT = BatchLoader._row_order
 DPO, RW = "dpo quickstart_dpo", "rw quickstart_rw"
@@ -19,9 +20,10 @@ Order = Callable[[Any, int], np.ndarray]
 
 
 def row_order(command: str, *settings: str) -> dict[str, tuple[str, str]]:
-    found = findings(command, *settings)
+    recipe, task = command.split()
+    found = found_by(CHECKS, recipe, f"--config-name={task}", *settings)
     assert not failed(found), failed(found)
-    return {each.name: (each.verdict, each.line) for each in found if each.name in ("row-order", "rows-of-a-step")}
+    return {each.name: (each.verdict, each.line) for each in found}
 
 
 def third_tiled(loader: Any, epoch: int) -> np.ndarray:

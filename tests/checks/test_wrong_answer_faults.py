@@ -8,8 +8,7 @@ import pytest
 
 from areno.checks.inputs.findings import Finding
 from areno.checks.rewards import reward_functions
-from tests.helpers import checked
-from tests.helpers.checked import findings, red
+from tests.helpers.checked import found_by, red
 
 NUMBERS = "{'prompt': f'What is {n} minus 470?', 'solutions': str(n - 470)}"
 LETTERS = "{'prompt': f'What is {n} plus {n}? (A) {n} (B) {2 * n} (C) {n + 1} (D) 0', 'solutions': 'ABCD'[n % 4]}"
@@ -17,20 +16,14 @@ MEASURES = "{'prompt': f'What is seven times {n}?', 'solutions': f'{7 * n + 0.25
 START = "import re\n\n\ndef last(pattern, text):\n    return (re.findall(pattern, text) or [''])[-1]\n\n\n"
 
 
-@pytest.fixture(autouse=True)
-def rewards_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the sampling of group-signal, which takes longest: the model knows no such task."""
-    monkeypatch.setattr(checked, "CHECKS", {"reward": [reward_functions]})
-
-
 def found_with(folder: Path, body: str, row: str, *settings: str) -> list[Finding]:
     file, loader = folder / "reward.py", folder / "loader.py"
     file.write_text(f"{START}def reward_fn(record):\n    text, right = record.completion, record.solutions\n{body}")
     loader.write_text(f"def load_dataset(split):\n    return [{row} for n in range(480, 530)]\n")
-    more = ("actor.path=examples/agentic/small_model/model", f"train_dataset.loader={loader}", "valid_dataset=null")
-    return findings(
-        "gspo quickstart", f"reward.fn={file}", *more, "gconfig.max_new_tokens=100", *settings, only="reward"
-    )
+    data = (f"train_dataset.loader={loader}", "valid_dataset=null", "gconfig.max_new_tokens=100")
+    model = "actor.path=examples/agentic/small_model/model"
+    command = ("gspo", "--config-name=quickstart", model, f"reward.fn={file}", *data, *settings)
+    return found_by([reward_functions], *command)
 
 
 LAST = r"    return float(last(r'-?\d+', text) == right)" + "\n"
