@@ -16,8 +16,6 @@ from areno.data.row_rendering import render_sft
 from areno.errors import ConfigError
 from areno.run.progress import EVALUATED_REWARDS
 from areno.run.run import fault_tolerant
-from areno.run.setup import RewardFns
-from areno.tracking.tracker import Tracker
 from areno.trainers.loop import RewardLoop
 from areno.trainers.rollout import collect_rollout, log_rollout, log_samples_at_end, skip_step
 from areno.trainers.update import make_training_rows, set_teachers, update_policy
@@ -45,15 +43,11 @@ class DistillTrainer(RewardLoop[DistillExperimentConfig]):
         run_dir: str | Path | None = None,
         *,
         advantage_fn: Any = None,
-        train_dataset: Any = None,
-        valid_dataset: Any = None,
-        reward_fn: RewardFns | None = None,
-        trackers: Sequence[Tracker] = (),
+        **given: Any,
     ):
-        if reward_fn is None and (problems := list(config.check_evaluation_rewards())):
+        if given.get("reward_fn") is None and (problems := list(config.check_evaluation_rewards())):
             raise ConfigError(problems)
-        rows = {"train_dataset": train_dataset, "valid_dataset": valid_dataset}
-        super().__init__(config, loss_fn=loss_fn, run_dir=run_dir, reward_fn=reward_fn, trackers=trackers, **rows)
+        super().__init__(config, loss_fn, run_dir, **given)
 
     @fault_tolerant
     def fit(self) -> float:

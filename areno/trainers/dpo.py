@@ -12,7 +12,7 @@ from areno.config.experiments import PreferenceExperimentConfig
 from areno.data.loader import BatchLoader
 from areno.tracking.console import Progress
 from areno.trainers.loop import ReferencedLoop
-from areno.trainers.rows import prompt_masks, token_rows
+from areno.trainers.rows import trained_mask
 from areno.trainers.update import measure_loss, update_actor
 from areno.types import PairItem, TrainSequence
 
@@ -64,7 +64,7 @@ class DPOTrainer(ReferencedLoop[PreferenceExperimentConfig]):
 
     def _logprobs(self, role: str, items: Sequence[PairItem]) -> Iterator[tuple[PairItem, list[float], list[float]]]:
         rows = [row for item in items for row in (item.chosen, item.rejected)]
-        scored = self.setup.trainer.score_logprobs(role, token_rows(rows), 1.0, prompt_masks=prompt_masks(rows))
+        scored = self.row_logprobs(role, rows)
         return zip(items, scored[0::2], scored[1::2], strict=True)
 
     def measure(self, name: str, loader: BatchLoader[PairItem]) -> dict[str, float]:
@@ -81,7 +81,7 @@ class DPOTrainer(ReferencedLoop[PreferenceExperimentConfig]):
                 logprobs += scored
         measured = measure_loss(self.setup.loss_fn, rows, logprobs, rows_per_unit=2)
         pairs = zip(rows, logprobs, strict=True)
-        answers = [np.asarray(scored)[~np.asarray(row.prompt_mask)].sum() for row, scored in pairs]
+        answers = [np.asarray(scored)[trained_mask(row)].sum() for row, scored in pairs]
         ranked = (np.sign(np.subtract(answers[0::2], answers[1::2])) + 1) / 2
         kept = {name: measured[name] for name in ("loss", "accuracy", "margin")}
         return kept | {"ranking_accuracy": float(ranked.mean())}

@@ -13,7 +13,7 @@ from areno.config.experiments import UnpairedExperimentConfig
 from areno.data.loader import BatchLoader
 from areno.tracking.console import Progress
 from areno.trainers.loop import ReferencedLoop
-from areno.trainers.rows import prompt_masks, token_rows
+from areno.trainers.rows import trained_mask
 from areno.trainers.update import measure_loss, update_actor
 from areno.types import AnswersItem, TrainSequence
 
@@ -67,14 +67,10 @@ class KTOTrainer(ReferencedLoop[UnpairedExperimentConfig]):
             keys.append((own.index, other.index))
         return rows, keys
 
-    def _trained_logprobs(self, role: str, rows: Sequence[TrainSequence]) -> list[list[float]]:
-        return self.setup.trainer.score_logprobs(role, token_rows(rows), 1.0, prompt_masks=prompt_masks(rows))
-
     def _completion_logprobs(self, role: str, rows: Sequence[TrainSequence]) -> np.ndarray:
         """Return the summed log-probability of each row's trained tokens under a role's model, float64 (rows,)."""
-        scored = self._trained_logprobs(role, rows)
-        pairs = zip(rows, scored, strict=True)
-        return np.array([np.asarray(values)[~np.asarray(row.prompt_mask)].sum() for row, values in pairs])
+        pairs = zip(rows, self.row_logprobs(role, rows), strict=True)
+        return np.array([np.asarray(values)[trained_mask(row)].sum() for row, values in pairs])
 
     def clear_scores(self) -> None:
         self._scores = _ReferenceScores()
@@ -101,7 +97,7 @@ class KTOTrainer(ReferencedLoop[UnpairedExperimentConfig]):
             n_tokens = 0
             for items in batches:
                 new = [item for item in items if item.index not in out.rows]
-                scored = self._trained_logprobs(role, [item.rows[0] for item in new])
+                scored = self.row_logprobs(role, [item.rows[0] for item in new])
                 for item, values in zip(new, scored, strict=True):
                     out.rows[item.index] = np.asarray(values, np.float32)
                     n_tokens += len(values)
@@ -119,13 +115,13 @@ class KTOTrainer(ReferencedLoop[UnpairedExperimentConfig]):
             points.append(self.reference_point(items, scores))
             weights.append(len(items))
             rows += [_with_scores(item, scores) for item in items]
-        logprobs = self._trained_logprobs("actor", rows)
+        logprobs = self.row_logprobs("actor", rows)
         point = float(np.average(points, weights=weights))
         measured = measure_loss(partial(self.setup.loss_fn, reference_point=point), rows, logprobs)
         out = {"loss": measured["loss"], "accuracy": measured["accuracy"], "kl": point}
         gains = {True: [], False: []}
         for row, values in zip(rows, logprobs, strict=True):
-            apart = (np.asarray(values) - row.ref_logprobs)[~np.asarray(row.prompt_mask)]
+            apart = (np.asarray(values) - row.ref_logprobs)[trained_mask(row)]
             gains[row.reward > 0.5].append(apart.sum())
         if gains[True] and gains[False]:
             beta = self.setup.loss_fn.keywords["beta"]  # type: ignore[attr-defined]

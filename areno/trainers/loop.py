@@ -18,7 +18,7 @@ from areno.run.setup import Config, RewardFns, Setup
 from areno.tracking.console import log_stage
 from areno.tracking.tracker import Tracker
 from areno.trainers.rollout import Rollout, evaluate_policy
-from areno.trainers.rows import AdvantageFn, by_source, join_rows
+from areno.trainers.rows import AdvantageFn, by_source, join_rows, prompt_masks, token_rows
 from areno.types import TrainSequence
 
 Self = TypeVar("Self", bound="TrainingLoop[Any]")  # typing has it from Python 3.11 on
@@ -93,6 +93,10 @@ class RowLoop(TrainingLoop[Config]):
     ):
         rows = {"train_dataset": train_dataset, "valid_dataset": valid_dataset}
         super().__init__(config, run_dir=run_dir, trackers=trackers, **rows)
+
+    def row_logprobs(self, role: str, rows: Sequence[TrainSequence]) -> list[list[float]]:
+        """Compute the log-probabilities of the trained tokens of rows under the model of a role."""
+        return self.setup.trainer.score_logprobs(role, token_rows(rows), 1.0, prompt_masks=prompt_masks(rows))
 
 
 class AnswerLoop(RowLoop[Config]):

@@ -10,7 +10,7 @@ from areno.config.experiments import ProcessRewardExperimentConfig
 from areno.data.loader import BatchLoader
 from areno.trainers.loop import AnswerLoop
 from areno.trainers.reward_model import calibration_error
-from areno.trainers.rows import token_rows, trained
+from areno.trainers.rows import token_rows, trained, trained_mask
 from areno.trainers.update import measure_loss, update_actor
 from areno.types import AnswersItem, TrainSequence
 
@@ -40,7 +40,7 @@ class ProcessRewardTrainer(AnswerLoop[ProcessRewardExperimentConfig]):
         values = self.setup.trainer.score_values("actor", token_rows(rows))
         measured = measure_loss(self.setup.loss_fn, rows, values)
         scored = [
-            (labels, np.asarray(of_row, np.float64)[~np.asarray(row.prompt_mask)])
+            (labels, np.asarray(of_row, np.float64)[trained_mask(row)])
             for row, labels, of_row in zip(rows, trained(rows, "returns"), values, strict=True)
         ]
         logits = np.concatenate([values for _, values in scored])

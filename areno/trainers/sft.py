@@ -10,7 +10,6 @@ from areno.config.experiments import SupervisedExperimentConfig
 from areno.data.loader import BatchLoader
 from areno.run.run import fault_tolerant
 from areno.trainers.loop import RowLoop
-from areno.trainers.rows import prompt_masks, token_rows
 from areno.trainers.update import measure_loss, update_actor
 from areno.types import AnswersItem, Batch, TrainSequence
 
@@ -47,9 +46,7 @@ class SFTTrainer(RowLoop[SupervisedExperimentConfig]):
         for batch in loader.batches():
             found = sequences_of(batch.items)
             rows += found
-            logprobs += self.setup.trainer.score_logprobs(
-                "actor", token_rows(found), 1.0, prompt_masks=prompt_masks(found)
-            )
+            logprobs += self.row_logprobs("actor", found)
         return {"loss": measure_loss(self.setup.loss_fn, rows, logprobs)["loss"]}
 
 
