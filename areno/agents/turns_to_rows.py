@@ -17,14 +17,7 @@ from typing import Any
 import numpy as np
 
 from areno.agents.conversations import KINDS, conversation_kinds
-from areno.agents.trajectories import (
-    AgentItem,
-    BadTrajectory,
-    LossMaskPolicy,
-    PlainTurn,
-    items_of,
-    plain_results,
-)
+from areno.agents.trajectories import AgentItem, BadTrajectory, LossMaskPolicy, PlainTurn, items_of, plain_results
 from areno.config.rollout import SamplingConfig
 from areno.errors import DataError
 from areno.loss_fns.advantages import turn_rewards

@@ -16,11 +16,7 @@ from areno.checks.inputs import varied_reward
 from areno.checks.inputs.findings import Finding, NotChecked, green, not_checked, red
 from areno.checks.inputs.subject import Subject
 from areno.checks.steps.two_steps import given_rows, refused_short_run, short_rows, shorter_samples
-from areno.config.policy_experiments import (
-    CriticExperimentConfig,
-    PairedPolicyExperimentConfig,
-    PolicyExperimentConfig,
-)
+from areno.config.policy_experiments import CriticExperimentConfig, PairedPolicyExperimentConfig, PolicyExperimentConfig
 from areno.data.encode import decode_all
 from areno.errors import ConfigError
 from areno.run.resume import STATE

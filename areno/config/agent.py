@@ -206,18 +206,10 @@ class AgentConfig(Section):
         on_resume=SPEED,
     )
     port: int = setting(
-        0,
-        help="Port at which sessions are served. 0: a free one",
-        ge=0,
-        le=65535,
-        only_with=_ONLINE,
-        on_resume=SPEED,
+        0, help="Port at which sessions are served. 0: a free one", ge=0, le=65535, only_with=_ONLINE, on_resume=SPEED
     )
     session_timeout_seconds: float = setting(
-        3600.0,
-        help="A session without a request for longer is ended, and its sample is lost",
-        gt=0,
-        only_with=_ONLINE,
+        3600.0, help="A session without a request for longer is ended, and its sample is lost", gt=0, only_with=_ONLINE
     )
     set_reward_finish_timeout: float = setting(
         0.0,

@@ -29,37 +29,19 @@ ChangedTurns = Literal["split", "last_turn", "as_rendered", "error"]
 class ColumnsConfig(Section):
     """The dataset column that holds each field of a row. If null, the column has the same name as the field."""
 
-    prompt: str | None = setting(
-        None,
-        help="The prompt, a text or a list of messages",
-    )
-    solutions: str | None = setting(
-        None,
-        help="The reference answer that the reward function compares with",
-    )
+    prompt: str | None = setting(None, help="The prompt, a text or a list of messages")
+    solutions: str | None = setting(None, help="The reference answer that the reward function compares with")
     response: str | None = setting(None, help="The answer to train on (SFT, KTO)")
     messages: str | None = setting(None, help="The conversation to train on (SFT)")
     chosen: str | None = setting(None, help="The better answer (DPO, reward models)")
     rejected: str | None = setting(None, help="The worse answer (DPO, reward models)")
     label: str | None = setting(None, help="Whether the answer is desirable (KTO)")
-    completions: str | None = setting(
-        None,
-        help="The steps of a solution (process reward models)",
-    )
-    labels: str | None = setting(
-        None,
-        help="The labels of the steps (process reward models)",
-    )
+    completions: str | None = setting(None, help="The steps of a solution (process reward models)")
+    labels: str | None = setting(None, help="The labels of the steps (process reward models)")
     margin: str | None = setting(None, help="The margin of a pair (reward models)")
     answers: str | None = setting(None, help="The list of answers (reward models)")
-    ratings: str | None = setting(
-        None,
-        help="The ratings of the answers (reward models)",
-    )
-    tools: str | None = setting(
-        None,
-        help="Tool definitions for the chat template",
-    )
+    ratings: str | None = setting(None, help="The ratings of the answers (reward models)")
+    tools: str | None = setting(None, help="Tool definitions for the chat template")
 
     def renamed_columns(self) -> dict[str, str]:
         """Return field -> column for the columns that are set."""

@@ -42,9 +42,7 @@ class ExperimentConfig(Section):
         help="Name of the experiment, and of the folder that holds its runs", on_resume=KEEPS_FOLDER
     )
     trial_name: str | None = setting(
-        None,
-        help="Name of the run and of its folder. null: the start time",
-        on_resume=KEEPS_FOLDER,
+        None, help="Name of the run and of its folder. null: the start time", on_resume=KEEPS_FOLDER
     )
     seed: int = setting(
         1, help="Seed of the data order, of sampling and of random weights", ge=0, on_resume=NEVER, read_by_rollout=True
@@ -58,11 +56,7 @@ class ExperimentConfig(Section):
         on_resume=RUN_LENGTH,
     )
     total_train_steps: int | None = setting(
-        None,
-        help="End after this many training steps. null: no limit",
-        gt=0,
-        flag="--max-steps",
-        on_resume=RUN_LENGTH,
+        None, help="End after this many training steps. null: no limit", gt=0, flag="--max-steps", on_resume=RUN_LENGTH
     )
     total_train_n_seqs: int | None = setting(
         None,
@@ -83,9 +77,7 @@ class ExperimentConfig(Section):
         read_by_rollout=True,
     )
     enable_offload: bool = setting(
-        False,
-        help="Turn on offload of every model of the run, such as actor.offload and ref.offload",
-        on_resume=SPEED,
+        False, help="Turn on offload of every model of the run, such as actor.offload and ref.offload", on_resume=SPEED
     )
     actor: models.ModelConfig = setting(help="The model that is trained")
     engine: run.EngineConfig = setting(
@@ -102,10 +94,7 @@ class ExperimentConfig(Section):
         read_by_rollout=True,
     )
     valid_dataset: datasets.ValidDatasetConfig | None = setting(
-        None,
-        help="Evaluation data. null: no evaluation",
-        flags={},
-        on_resume=FROM_HERE,
+        None, help="Evaluation data. null: no evaluation", flags={}, on_resume=FROM_HERE
     )
     saver: run.SaverConfig = setting(
         factory=run.SaverConfig, help="When and where checkpoints are saved", on_resume=FROM_HERE
@@ -128,9 +117,7 @@ class ExperimentConfig(Section):
         on_resume=RECORDS,
     )
     stats_logger: StatsLoggerConfig = setting(
-        factory=StatsLoggerConfig,
-        help="Console output, and the services that metrics are sent to",
-        on_resume=FROM_HERE,
+        factory=StatsLoggerConfig, help="Console output, and the services that metrics are sent to", on_resume=FROM_HERE
     )
     perf_tracer: tracing.PerfTracerConfig = setting(
         factory=tracing.PerfTracerConfig,
@@ -138,9 +125,7 @@ class ExperimentConfig(Section):
         on_resume=FROM_HERE,
     )
     memory_profiler: tracing.MemoryProfilerConfig | None = setting(
-        None,
-        help="Snapshots of the device memory. null: no snapshots",
-        on_resume=FROM_HERE,
+        None, help="Snapshots of the device memory. null: no snapshots", on_resume=FROM_HERE
     )
     cluster: run.ClusterConfig = setting(
         factory=run.ClusterConfig, help="Machines and output folder", on_resume=KEEPS_FOLDER

@@ -74,10 +74,7 @@ class JudgeConfig(Section):
         "may be of another family. null: no such judge",
     )
     offload: bool = setting(
-        False,
-        help="Keep the judge in host memory while it is not in use (CUDA)",
-        only_with=_OF_ROLE,
-        on_resume=SPEED,
+        False, help="Keep the judge in host memory while it is not in use (CUDA)", only_with=_OF_ROLE, on_resume=SPEED
     )
     base_url: str | None = setting(
         None,

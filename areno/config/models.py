@@ -185,13 +185,10 @@ class PolicyConfig(ModelConfig):
     reward_bias: float = setting(0.0, help="Added to each reward, before the reward is multiplied by reward_scaling")
     reward_scaling: float = setting(1.0, help="Each reward is multiplied by this number, after reward_bias is added")
     reward_clip: float | None = setting(
-        None,
-        help="Clip each reward to [-reward_clip, reward_clip], after reward_scaling. null: no clipping",
-        gt=0,
+        None, help="Clip each reward to [-reward_clip, reward_clip], after reward_scaling. null: no clipping", gt=0
     )
     overlong_reward_penalty: bool = setting(
-        False,
-        help="Reduce the rewards of completions near gconfig.max_new_tokens (DAPO, arXiv 2503.14476, eq. 13)",
+        False, help="Reduce the rewards of completions near gconfig.max_new_tokens (DAPO, arXiv 2503.14476, eq. 13)"
     )
     overlong_tokens: int | None = setting(
         None,
@@ -200,10 +197,7 @@ class PolicyConfig(ModelConfig):
         only_with=_OVERLONG,
     )
     overlong_penalty_factor: float | None = setting(
-        None,
-        help="Largest penalty, at gconfig.max_new_tokens tokens",
-        gt=0,
-        only_with=_OVERLONG,
+        None, help="Largest penalty, at gconfig.max_new_tokens tokens", gt=0, only_with=_OVERLONG
     )
     mask_no_eos_with_zero: bool = setting(
         False,
@@ -405,10 +399,7 @@ class CriticConfig(Section):
         "model trains on them",
     )
     warmup_steps: int = setting(
-        20,
-        help="Steps at the start of the run that train only the critic",
-        ge=0,
-        flag="--critic-warmup-steps",
+        20, help="Steps at the start of the run that train only the critic", ge=0, flag="--critic-warmup-steps"
     )
     eps_clip: float = setting(
         0.5,
@@ -422,9 +413,7 @@ class CriticConfig(Section):
     ppo_n_minibatches: int = setting(1, help="Optimizer steps of the critic in each pass over the rollout batch", gt=0)
     epochs: int = setting(1, help="Passes of the critic over the rollout batch. Targets and value clip stay", gt=0)
     freeze_attention: bool = setting(
-        False,
-        help="Do not train the attention layers of the critic, as in SAO (arXiv 2607.07508)",
-        on_resume=NEVER,
+        False, help="Do not train the attention layers of the critic, as in SAO (arXiv 2607.07508)", on_resume=NEVER
     )
     gradient_checkpointing: bool = setting(
         True,

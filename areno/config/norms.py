@@ -19,8 +19,7 @@ class NormConfig(Section):
     """
 
     mean_level: Literal["batch", "group"] | None = setting(
-        "group",
-        help="Mean that is subtracted: over the samples of a prompt, or the batch. null: none",
+        "group", help="Mean that is subtracted: over the samples of a prompt, or the batch. null: none"
     )
     mean_leave1out: bool = setting(
         False,
@@ -31,11 +30,7 @@ class NormConfig(Section):
         "group",
         help="Standard deviation that divides: over the samples of a prompt, or the batch. null: none (Dr.GRPO)",
     )
-    std_unbiased: bool = setting(
-        False,
-        help="Variance with n - 1 in place of n",
-        only_with=_DEVIATION,
-    )
+    std_unbiased: bool = setting(False, help="Variance with n - 1 in place of n", only_with=_DEVIATION)
     eps: float = setting(
         1e-6,
         help="Small number that is added to the standard deviation before the division",

@@ -33,11 +33,7 @@ class PolicyExperimentConfig(WithAgents, WithTeacher, ExperimentConfig):
         None, help="Teacher from which the policy learns besides its rewards (distillation). null: no teacher"
     )
     train_dataset: PromptDatasetConfig = setting(
-        factory=PromptDatasetConfig,
-        help="Training data",
-        required_in_build=True,
-        on_resume=NEVER,
-        read_by_rollout=True,
+        factory=PromptDatasetConfig, help="Training data", required_in_build=True, on_resume=NEVER, read_by_rollout=True
     )
     gconfig: GenerationConfig = setting(factory=GenerationConfig, help="Sampling during training", read_by_rollout=True)
     eval_gconfig: GenerationConfig | None = setting(
@@ -60,9 +56,7 @@ class PolicyExperimentConfig(WithAgents, WithTeacher, ExperimentConfig):
         factory=RewardConfig, help="Reward function and reward model", required_in_build=True, read_by_rollout=True
     )
     tune: TuneConfig = setting(
-        factory=TuneConfig,
-        help="Settings of memory and speed, chosen by a trial before the run",
-        on_resume=NEW_RUNS,
+        factory=TuneConfig, help="Settings of memory and speed, chosen by a trial before the run", on_resume=NEW_RUNS
     )
     total_train_n_tokens: int | None = setting(
         None,

@@ -24,8 +24,7 @@ class RejectionSamplingConfig(Section):
     """
 
     level: Literal["token", "sequence"] = setting(
-        "token",
-        help="Whether the metric of each token, or one of the whole row, is compared with lower and upper",
+        "token", help="Whether the metric of each token, or one of the whole row, is compared with lower and upper"
     )
     action: Literal["mask", "clamp"] = setting(
         "mask",

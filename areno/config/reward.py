@@ -40,9 +40,7 @@ class RewardConfig(Section):
         flag="--reward-fn-path",
     )
     weights: list[float] | None = setting(
-        None,
-        help="Weights of the reward functions in their sum. null: all 1",
-        only_with=_FUNCTION,
+        None, help="Weights of the reward functions in their sum. null: all 1", only_with=_FUNCTION
     )
     path: str | None = setting(
         None,
@@ -65,10 +63,7 @@ class RewardConfig(Section):
         only_with=_MODEL,
     )
     offload: bool = setting(
-        False,
-        help="Keep the reward model in host memory while unused (CUDA)",
-        only_with=_MODEL,
-        on_resume=SPEED,
+        False, help="Keep the reward model in host memory while unused (CUDA)", only_with=_MODEL, on_resume=SPEED
     )
     judge: JudgeConfig = setting(
         factory=JudgeConfig, help="Language model that reads completions, whose score is added to the reward"

@@ -46,11 +46,7 @@ class RecoverConfig(FrequencyConfig):
     freq_steps: int | None = setting(None, help=f"Write a state {_AT_STEPS}", gt=0)
     freq_epochs: int | None = setting(1, help=f"Write a state {_AT_EPOCHS}", gt=0)
     freq_secs: float | None = setting(600.0, help=f"Write a state {_AT_SECS.format('state')}", gt=0)
-    keep: int = setting(
-        2,
-        help="Number of newest states to keep. While a state is written, there is one more",
-        gt=0,
-    )
+    keep: int = setting(2, help="Number of newest states to keep. While a state is written, there is one more", gt=0)
     retries: int = setting(
         3,
         help="How often the run may restart its worker processes after one was lost (killed, crashed, hanging). It "
@@ -64,8 +60,7 @@ class RecoverConfig(FrequencyConfig):
         "with moments of zero and continues its learning-rate schedule",
     )
     no_load_optim: bool = setting(
-        False,
-        help="Resume with moments of zero, whatever the state holds. The learning-rate schedule continues",
+        False, help="Resume with moments of zero, whatever the state holds. The learning-rate schedule continues"
     )
 
 
@@ -111,11 +106,7 @@ class SaverConfig(FrequencyConfig):
         help="When a step continues. sync: when its checkpoint is on disk. async: when the weights are in host "
         "memory; they are written during the next step. auto: async on CUDA, sync on CPU",
     )
-    keep: int | None = setting(
-        None,
-        help="Number of newest checkpoints to keep. null: all",
-        gt=0,
-    )
+    keep: int | None = setting(None, help="Number of newest checkpoints to keep. null: all", gt=0)
     best_metric: str | None = setting(
         None,
         help="Metric that compares checkpoints, such as eval/rewards_mean (with eval/, every checkpoint is "
@@ -251,9 +242,7 @@ class EngineConfig(Section):
         "measurable cost (one H200, 0.6B)",
     )
     dummy_load: bool = setting(
-        False,
-        help="Random weights in all models, for benchmarks without weight files",
-        on_resume=NEVER,
+        False, help="Random weights in all models, for benchmarks without weight files", on_resume=NEVER
     )
     stall_timeout_s: float | None = setting(
         600.0,
@@ -383,8 +372,7 @@ class StatsLoggerConfig(Section):
     )
     tensorboard: TensorBoardConfig = setting(factory=TensorBoardConfig, help="TensorBoard event files")
     trackers: dict[str, Any] = setting(
-        factory=dict,
-        help="Trackers of other installed packages (entry-point group areno.trackers): name -> settings",
+        factory=dict, help="Trackers of other installed packages (entry-point group areno.trackers): name -> settings"
     )
 
     @check

@@ -42,8 +42,7 @@ class SourceConfig(DatasetConfig):
         ge=0,
     )
     agent: str | None = setting(
-        None,
-        help="Agent of this source, as agent.fn. null: that of agent.fn or, if null, a single completion",
+        None, help="Agent of this source, as agent.fn. null: that of agent.fn or, if null, a single completion"
     )
     reward: str | list[str] | None = setting(
         None,

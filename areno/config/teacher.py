@@ -60,13 +60,10 @@ class TeacherConfig(Section):
         "actor, kept as a second copy unless actor.use_lora",
     )
     models: dict[str, str | None] | None = setting(
-        None,
-        help="Several teachers: name -> model folder or hub id, as in path. null: one teacher, that of path",
+        None, help="Several teachers: name -> model folder or hub id, as in path. null: one teacher, that of path"
     )
     by: str | None = setting(
-        None,
-        help="Field of a dataset row with the name of its teacher in `models`",
-        only_with=Needs("models"),
+        None, help="Field of a dataset row with the name of its teacher in `models`", only_with=Needs("models")
     )
     offload: bool = setting(
         False,

@@ -45,8 +45,7 @@ class PerfTracerConfig(Section):
     """
 
     enabled: bool = setting(
-        False,
-        help="Write a trace to traces/ in the folder of the run, for https://ui.perfetto.dev and areno trace",
+        False, help="Write a trace to traces/ in the folder of the run, for https://ui.perfetto.dev and areno trace"
     )
     save_interval: int = setting(
         1, help="Write the trace to disk each time this many steps have ended", gt=0, only_with=_TRACED
@@ -76,11 +75,7 @@ class MemoryProfilerConfig(Section):
         help="Steps at whose end each rank writes a snapshot of its device memory to traces/. A rank that runs out "
         "of memory always does",
     )
-    max_entries: int = setting(
-        100_000,
-        help="Number of last allocations and frees in a snapshot",
-        gt=0,
-    )
+    max_entries: int = setting(100_000, help="Number of last allocations and frees in a snapshot", gt=0)
 
     @check
     def check_snapshot_steps(self) -> Iterator[Problem]:

@@ -167,12 +167,7 @@ def render_checked_prompt(tokenizer: Any, prompt: Prompt, thinking: bool | None,
 
 
 def _render_answer(
-    tokenizer: Any,
-    prompt: Any,
-    answer: Any,
-    thinking: bool | None,
-    tools: Any,
-    changed: ChangedTurns | None = None,
+    tokenizer: Any, prompt: Any, answer: Any, thinking: bool | None, tools: Any, changed: ChangedTurns | None = None
 ) -> list[RenderedRow[TrainSequence]]:
     """Render a prompt and its answer, each a text or messages, as training sequences. See `training_texts`."""
     if tokenizer.chat_template is None and isinstance(prompt, str) and isinstance(answer, str):

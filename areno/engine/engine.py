@@ -26,12 +26,7 @@ from areno.engine.processes.workers import start_workers
 from areno.engine.reports import EngineInfo
 from areno.engine.requests import RequestLimits, check_params
 from areno.engine.sampling import SamplingEngine
-from areno.engine.train.checked_rows import (
-    TOP,
-    read_prompt_masks,
-    read_routes_to_score,
-    read_tokens,
-)
+from areno.engine.train.checked_rows import TOP, read_prompt_masks, read_routes_to_score, read_tokens
 from areno.engine.train.micro_batches import divide_rows, divide_steps, sharing_with_teachers, store_old_logprobs
 from areno.engine.train.training_rows import read_training_rows
 from areno.errors import CheckpointError, EngineError, Key

@@ -261,10 +261,7 @@ class SamplingEngine:
         return DraftCounts.from_stats(self.rollout_stats())
 
     def generate(
-        self,
-        requests: Sequence[GenerationRequest],
-        on_progress: OnProgress | None = None,
-        at_once: int | None = None,
+        self, requests: Sequence[GenerationRequest], on_progress: OnProgress | None = None, at_once: int | None = None
     ) -> dict[int, list[GenerationOutput]]:
         """Submit requests, wait until all are finished, and return the samples of each request in order, by request id.
 

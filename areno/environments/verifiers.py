@@ -158,12 +158,7 @@ def _environment(name: str, settings: str) -> Any:
     from verifiers.v1.configs.agent import AgentConfig
     from verifiers.v1.runtimes.prime import PrimeConfig
     from verifiers.v1.utils.compile import validate_pairing
-    from verifiers.v1.utils.loaders import (
-        default_harness_id,
-        env_config_type,
-        load_environment,
-        resolve_env_config,
-    )
+    from verifiers.v1.utils.loaders import default_harness_id, env_config_type, load_environment, resolve_env_config
 
     given = json.loads(settings)
     given["taskset"] = {"id": name, **(given.get("taskset") or {})}

@@ -162,10 +162,7 @@ class ParallelJobs:
         running = _RunningJob(process, share, Future(), threading.Event())
         args = (running, number, output, result, ended)
         follower = threading.Thread(target=self._follow_run, args=args, daemon=True, name=f"areno-follow-{number}")
-        with (
-            _environment_set(share),
-            _signals_blocked(),
-        ):  # a signal comes before or after all of it
+        with _environment_set(share), _signals_blocked():  # a signal comes before or after all of it
             try:
                 process.start()
             except (pickle.PicklingError, AttributeError, TypeError) as error:

@@ -387,12 +387,7 @@ class _BalanceGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        weights_Nk: Tensor,
-        probs_NE: Tensor,
-        balance_E: Tensor,
-        n_tokens: int | None,
-        counts_N: Tensor | None,
+        ctx: Any, weights_Nk: Tensor, probs_NE: Tensor, balance_E: Tensor, n_tokens: int | None, counts_N: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(balance_E)
         ctx.n_tokens, ctx.counts_N, ctx.n_rows = n_tokens, counts_N, len(probs_NE)

@@ -74,10 +74,7 @@ def with_ray_cluster(plan: TrainerPlan, config: ExperimentConfig) -> TrainerPlan
     folders = {"cluster.fileroot": config.cluster.fileroot, "saver.path": config.saver.path}
     shared = tuple((key, os.path.abspath(os.path.expanduser(path))) for key, path in folders.items() if path)
     spec = replace(
-        plan.spec,
-        n_nodes=config.cluster.n_nodes,
-        shared=shared,
-        setup_timeout=config.scheduler.setup_timeout,
+        plan.spec, n_nodes=config.cluster.n_nodes, shared=shared, setup_timeout=config.scheduler.setup_timeout
     )
     return replace(plan, spec=spec, workers="ray")
 

@@ -95,10 +95,7 @@ class GRPOActorConfig(AdvEstimatorConfig, TokenPolicyConfig):
     """The actor of GRPO (2402.03300)."""
 
     eps_clip: float = setting(
-        0.2,
-        help="Clip range e: the importance ratio is clipped to [1 - e, 1 + e]",
-        gt=0,
-        flag="--grpo-clip-eps",
+        0.2, help="Clip range e: the importance ratio is clipped to [1 - e, 1 + e]", gt=0, flag="--grpo-clip-eps"
     )
 
 

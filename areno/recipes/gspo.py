@@ -34,10 +34,7 @@ class GSPOActorConfig(AdvEstimatorConfig, Clip, RatioConfig, KLConfig):
     """The actor of GSPO (2507.18071). All tokens of a row share one ratio, so the default clip range is small."""
 
     eps_clip: float = setting(
-        3e-4,
-        help="Clip range e: the ratio of a row is clipped to [1 - e, 1 + e]",
-        gt=0,
-        flag="--gspo-clip-eps",
+        3e-4, help="Clip range e: the ratio of a row is clipped to [1 - e, 1 + e]", gt=0, flag="--gspo-clip-eps"
     )
 
     @property

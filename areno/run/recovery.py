@@ -45,13 +45,7 @@ class Recovery(AbstractContextManager["Recovery"]):
     - recover.mode is "off" and the folder has states, or it is "resume" and the folder has none.
     """
 
-    def __init__(
-        self,
-        config: ExperimentConfig,
-        folder: Path,
-        engine: Callable[[], Engine],
-        inputs: Mapping[str, str],
-    ):
+    def __init__(self, config: ExperimentConfig, folder: Path, engine: Callable[[], Engine], inputs: Mapping[str, str]):
         self.config, self.folder = config, folder
         self._settings, self._versions = asdict(config), versions()
         self.facts = {

@@ -306,8 +306,7 @@ def print_next_commands(command: str, folder: Path) -> None:
         print(f"use it:       areno serve {shlex.quote(shown_path(checkpoint))}", file=sys.stderr)
     if finished is not None:
         print(
-            f"train on:     {resume_command(command, folder)} {_doubled_limit(finished, run.config)}",
-            file=sys.stderr,
+            f"train on:     {resume_command(command, folder)} {_doubled_limit(finished, run.config)}", file=sys.stderr
         )
 
 

@@ -153,13 +153,7 @@ class Root:
         kernel.system_call("pivot_root", b".", b".")
 
     def complete(
-        self,
-        more: Mounts,
-        links: dict[str, str],
-        sources: dict[str, str],
-        megabytes: int,
-        processes: int,
-        outside: str,
+        self, more: Mounts, links: dict[str, str], sources: dict[str, str], megabytes: int, processes: int, outside: str
     ) -> None:
         """Add further paths, terminals, and empty /tmp and /dev/shm in memory. Then hide the former root folder.
 

@@ -342,9 +342,7 @@ class _Choice:
         token_texts = None if request.options.n_top is None else TokenTextStream(self._texts, chat.hidden)
         self._decoder = response_bodies.SampleDecoder(stream, token_texts)
         self._message: MessageStream = endpoint.prompts.parser.stream(
-            request.tools,
-            in_reasoning=chat.prompt.opens_reasoning,
-            message_id=f"{chat.id_suffix}{index or ''}",
+            request.tools, in_reasoning=chat.prompt.opens_reasoning, message_id=f"{chat.id_suffix}{index or ''}"
         )
         self._one_call = not request.parallel_tool_calls
         self.unreported: list[response_bodies.ScoredText] = []  # not yet returned by `logprobs`

@@ -296,11 +296,7 @@ class ResponsesAnswer(EventAnswer):
         kind, name, value = (
             ("custom_tool_call", "input", _custom_input(call.arguments))
             if is_custom
-            else (
-                "function_call",
-                "arguments",
-                call.arguments,
-            )
+            else ("function_call", "arguments", call.arguments)
         )
         item: Json = {"id": f"fc_{uuid.uuid4().hex}", "type": kind, "call_id": call.id, "name": call.name}
         if call.name in self._tools.namespaces:

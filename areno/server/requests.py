@@ -17,14 +17,7 @@ from areno.schema.fields import settings
 from areno.schema.values import format_value
 from areno.server.errors import ApiError, exceeds_size, invalid_field_error
 from areno.server.json_bodies import RequestFields
-from areno.server.messages import (
-    MAX_SCHEMA,
-    TOO_LARGE,
-    Tool,
-    read_messages,
-    read_tool_choice,
-    read_tools,
-)
+from areno.server.messages import MAX_SCHEMA, TOO_LARGE, Tool, read_messages, read_tool_choice, read_tools
 from areno.types import Message, SamplingParams
 
 MAX_CHOICES = 128

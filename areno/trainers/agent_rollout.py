@@ -16,10 +16,7 @@ import numpy as np
 from areno.agents.proxy import SessionProxy
 from areno.agents.running import AgentOutcome
 from areno.agents.trajectories import AgentBatch, AgentContext, AgentItem, BadTrajectory, LossMaskPolicy, with_rewards
-from areno.agents.turns_to_rows import (
-    RowBuilder,
-    reward_record,
-)
+from areno.agents.turns_to_rows import RowBuilder, reward_record
 from areno.config.agent import COMPLETION
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.config.rollout import GenerationConfig
@@ -37,15 +34,7 @@ from areno.tracking.console import RolloutProgress
 from areno.tracking.run_log import IN_FULL
 from areno.trainers.reward_sources import Scorer
 from areno.trainers.rows import token_arrays
-from areno.types import (
-    Batch,
-    GenerationOutput,
-    PromptItem,
-    RewardOutcome,
-    RewardRecord,
-    RolloutSequence,
-    ScoredSample,
-)
+from areno.types import Batch, GenerationOutput, PromptItem, RewardOutcome, RewardRecord, RolloutSequence, ScoredSample
 
 logger = logging.getLogger("areno")
 
@@ -59,12 +48,7 @@ Take = Callable[[Mapping[int, tuple[ScoredSample, RewardRecord | None]]], object
 
 
 def sample_with_agents(
-    setup: PolicySetup,
-    scorer: Scorer,
-    seed: int,
-    on_progress: OnProgress,
-    at_once: int | None,
-    max_running: int | None,
+    setup: PolicySetup, scorer: Scorer, seed: int, on_progress: OnProgress, at_once: int | None, max_running: int | None
 ) -> None:
     """Run agents for the prompts of `scorer`, and score each sample when its agent ends.
 

@@ -24,13 +24,7 @@ from areno.config.rollout import SamplingConfig
 from areno.errors import DataError
 from areno.server.parsers import parser_for_template
 from areno.server.prompt_builder import PromptBuilder
-from areno.types import (
-    RewardRecord,
-    ScoredSample,
-    TokenRow,
-    TrainSequence,
-    Trajectory,
-)
+from areno.types import RewardRecord, ScoredSample, TokenRow, TrainSequence, Trajectory
 
 
 def reward_records(trainer: Trainer, trajectories: Any) -> list[RewardRecord]:

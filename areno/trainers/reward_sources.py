@@ -257,10 +257,7 @@ def _with_agent_reward(outcome: RewardOutcome | None, given: tuple[float, dict[s
 
 
 def add_model_scores(
-    records: Sequence[Record],
-    outcomes: Sequence[RewardOutcome] | None,
-    scores: Sequence[float],
-    source: str = "fn",
+    records: Sequence[Record], outcomes: Sequence[RewardOutcome] | None, scores: Sequence[float], source: str = "fn"
 ) -> list[RewardOutcome]:
     """Add the scores of a reward model to the rewards from `source`. A sum that is not finite is a reward error."""
     out = [outcome or RewardOutcome(0.0) for outcome in outcomes or [None] * len(records)]

@@ -39,14 +39,7 @@ from areno.trainers.forward_passes import StepScores
 from areno.trainers.partial_rollout import run_dynamic_sampling, sample_ahead
 from areno.trainers.reward_sources import Scorer
 from areno.trainers.rows import join_rows, n_trained, rows_per_sample, trained
-from areno.types import (
-    Batch,
-    GenerationOutput,
-    GenerationRequest,
-    PromptItem,
-    ScoredSample,
-    TrainSequence,
-)
+from areno.types import Batch, GenerationOutput, GenerationRequest, PromptItem, ScoredSample, TrainSequence
 
 logger = logging.getLogger("areno")
 

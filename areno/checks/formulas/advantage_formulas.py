@@ -225,12 +225,7 @@ def over_tokens(norm: Norm, rows: Rows, groups: Sequence[int]) -> list[np.ndarra
 
 
 def critic_advantages(
-    rewards: Sequence[float],
-    groups: Sequence[int],
-    logprobs: Rows,
-    reference: Rows | None,
-    values: Rows,
-    actor: Any,
+    rewards: Sequence[float], groups: Sequence[int], logprobs: Rows, reference: Rows | None, values: Rows, actor: Any
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """(advantages, returns) by GAE. Only advantages are normalised."""
     per_token = token_rewards(rewards, logprobs, reference, actor)

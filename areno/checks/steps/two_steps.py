@@ -13,11 +13,7 @@ from areno.checks.inputs.varied_reward import stand_in_reward
 from areno.checks.steps.probes import MovedPoint, Probes, make_probes, moved_points
 from areno.checks.steps.watched_run import Tensors, WatchedRun, reward_parts, watched_run
 from areno.config.agent import ONLINE
-from areno.config.policy_experiments import (
-    CriticExperimentConfig,
-    PairedPolicyExperimentConfig,
-    PolicyExperimentConfig,
-)
+from areno.config.policy_experiments import CriticExperimentConfig, PairedPolicyExperimentConfig, PolicyExperimentConfig
 from areno.config.sources import source_key
 from areno.errors import ConfigError
 from areno.types import SamplingParams

@@ -113,11 +113,7 @@ class GraphCache(Generic[Key]):
         return torch.empty(n, dtype=torch.int64, pin_memory=self._captures.device.type == "cuda")
 
     def run(
-        self,
-        key: Key,
-        packed: Tensor,
-        body: Callable[[Tensor], Tensor],
-        idle: Callable[[], np.ndarray] | None = None,
+        self, key: Key, packed: Tensor, body: Callable[[Tensor], Tensor], idle: Callable[[], np.ndarray] | None = None
     ) -> Tensor:
         """Run `body` on the inputs, as a CUDA graph if possible. The next call overwrites the result.
 
@@ -150,13 +146,7 @@ class DecodeGraphs:
     `padding` has the inputs of a padding row, which uses the scratch slot.
     """
 
-    def __init__(
-        self,
-        body: DecodeBody,
-        sizes: Sequence[int],
-        padding: Sequence[int],
-        captures: GraphCapturer,
-    ):
+    def __init__(self, body: DecodeBody, sizes: Sequence[int], padding: Sequence[int], captures: GraphCapturer):
         self._body, self._sizes, self.most = body, sizes, sizes[-1]
         self._padding = np.array(padding, dtype=np.int64)[:, None]
         self.graphs = GraphCache[GraphKey](captures, at_once=True)

@@ -215,12 +215,7 @@ class SlotSampler:
         return sample_hidden(hidden_BD, weight_VD, slots_B, index_B, self.tensors)
 
     def sample_columns(
-        self,
-        tp: ParallelGroup,
-        columns_BV: Tensor,
-        slots_B: Tensor,
-        index_B: Tensor,
-        flags: SamplingFlags,
+        self, tp: ParallelGroup, columns_BV: Tensor, slots_B: Tensor, index_B: Tensor, flags: SamplingFlags
     ) -> Tensor:
         """Sample from logits whose columns are split over tensor-parallel ranks. All ranks get the same tokens."""
         from areno.kernels.sampling.triton import sample_columns

@@ -22,11 +22,7 @@ from areno.engine.reports import RolloutStats
 from areno.errors import ArenoError, EngineError, Key
 from areno.types import GenerationOutput
 
-_NUMBERS = (
-    "tokens",
-    "logprobs",
-    "versions",
-)  # sent as arrays; other fields of an output are pickled
+_NUMBERS = ("tokens", "logprobs", "versions")  # sent as arrays; other fields of an output are pickled
 _REST = tuple(field.name for field in fields(GenerationOutput) if field.name not in _NUMBERS)
 _FIELDS = (*_NUMBERS, *_REST)
 _of_fields = itemgetter(*_FIELDS)

@@ -123,11 +123,7 @@ class TrainBackend:
         return TeacherPasses(self.passes.run_layers, self.model.local_logits, divergence, switch, common)
 
     def train(
-        self,
-        steps: Sequence[StepMicroBatches],
-        loss_fn: LossFn,
-        update: UpdateSpec,
-        teachers: Teachers | None = None,
+        self, steps: Sequence[StepMicroBatches], loss_fn: LossFn, update: UpdateSpec, teachers: Teachers | None = None
     ) -> TrainResult:
         """Take optimizer steps on this data-parallel rank's share of the rows.
 
@@ -341,12 +337,7 @@ class TrainBackend:
         return retry_with_smaller_micro_batches(attempt, divide)
 
     def _accumulate_all(
-        self,
-        batches: StepBatches,
-        given: list[Tensor | None],
-        loss_fn: LossFn,
-        update: UpdateSpec,
-        is_first: bool,
+        self, batches: StepBatches, given: list[Tensor | None], loss_fn: LossFn, update: UpdateSpec, is_first: bool
     ) -> StepStats:
         """Run the forward and backward passes of all micro-batches of a step.
 
