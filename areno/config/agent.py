@@ -29,6 +29,7 @@ _TOOL_CALL_PARSERS = {
     "qwen3_xml": "qwen3_coder",
     "llama3": "llama3_json",
     "lfm2": "pythonic",
+    **dict.fromkeys(("glm", "glm45", "glm47"), "glm4_moe"),
     **dict.fromkeys(("openai", "gpt-oss"), "harmony"),
 }
 _REASONING_PARSERS: dict[str, str] = dict.fromkeys(
@@ -175,11 +176,13 @@ class AgentConfig(Section):
     train_tool_results: bool = setting(
         False, help="Also train on the tokens of tool results", only_with=_AGENT, flag="--train-tool-results"
     )
-    tool_call_parser: Literal["hermes", "qwen3_coder", "llama3_json", "pythonic", "harmony", "text"] | None = setting(
+    tool_call_parser: (
+        Literal["hermes", "qwen3_coder", "llama3_json", "pythonic", "glm4_moe", "harmony", "text"] | None
+    ) = setting(
         None,
-        help="Format of tool calls in the policy's answers. harmony is that of gpt-oss. Names of vLLM, SGLang and "
-        "AReaL are read, too, such as qwen for hermes. text: calls are ordinary text. null: the format that the chat "
-        "template describes",
+        help="Format of tool calls in the policy's answers. harmony is that of gpt-oss, glm4_moe that of GLM-4.5 to "
+        "4.7. Names of vLLM, SGLang and AReaL are read, too, such as qwen for hermes. text: calls are ordinary text. "
+        "null: the format that the chat template describes",
         aliases=_TOOL_CALL_PARSERS,
         only_with=_AGENT,
     )

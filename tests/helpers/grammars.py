@@ -123,6 +123,9 @@ def call(family: str, **arguments: Any) -> str:
     if family == "pythonic":
         return f"[f({', '.join(f'{name}={text}' for name, text in shown.items())})]"
     texts = {name: value if isinstance(value, str) else shown[name] for name, value in arguments.items()}
+    if family == "glm4_moe":
+        pairs = (f"<arg_key>{name}</arg_key>\n<arg_value>{text}</arg_value>\n" for name, text in texts.items())
+        return f"<tool_call>f\n{''.join(pairs)}</tool_call>"
     parameters = "".join(f"<parameter={name}>\n{text}\n</parameter>\n" for name, text in texts.items())
     return f"<tool_call>\n<function=f>\n{parameters}</function>\n</tool_call>"
 

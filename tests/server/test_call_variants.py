@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 
-from areno.server.parsers import PARSERS, ParsedMessage, join_deltas
+from areno.server.messages import read_messages
+from areno.server.parsers import PARSERS, ParsedMessage, join_deltas, parser_for_template
+from areno.server.prompt_builder import PromptBuilder
+from tests.helpers.conversations import USER
+from tests.helpers.tokenizers import load_tokenizer, trl_templates
 
 PROPERTIES = {"city": {"type": "string"}, "days": {"type": "integer"}, "unit": {"enum": ["C", "F"]}}
 TOOLS = [{"name": "get_weather", "parameters": {"type": "object", "properties": PROPERTIES}}]
@@ -86,3 +90,22 @@ def test_a_schema_that_means_nothing_tells_no_types() -> None:
         assert calls_of(PARSERS["qwen3_coder"].parse(text, [{"name": "f", "parameters": schema}])) == [
             ("f", {"a": "5"})
         ]
+
+
+def test_after_a_call_of_glm_the_prompt_continues_the_sampled_tokens() -> None:
+    tokenizer, mark = load_tokenizer("tiny"), "<|observation|>"
+    tokenizer.add_special_tokens({"additional_special_tokens": [mark]})
+    tokenizer.chat_template = trl_templates().get("glm4moe") or pytest.skip("trl ships no template glm4moe")
+    prompts = PromptBuilder(tokenizer, parser_for_template(tokenizer.chat_template))
+    prompt = prompts.build_prompt([USER])
+    said = "<think>Hm.</think>\nI look.\n<tool_call>find<arg_key>n</arg_key><arg_value>1</arg_value></tool_call>"
+    tokens, end = tokenizer.encode(said + mark), tokenizer.convert_tokens_to_ids(mark)
+    found = prompts.parser.parse(said, message_id="m")
+    assert (found.content, found.reasoning_content) == ("I look.", "Hm.")
+    calls = [{"id": one.id, "function": {"name": one.name, "arguments": one.arguments}} for one in found.tool_calls]
+    answer = {"role": "assistant", "content": found.content, "reasoning_content": "Hm.", "tool_calls": calls}
+    prompts.cache_turn(prompt, tokens, frozenset([end]), read_messages([answer])[0])
+    result = {"role": "tool", "tool_call_id": calls[0]["id"], "content": "2"}
+    further = prompts.build_prompt(read_messages([USER, answer, result]))
+    assert further.tokens[: len(prompt.tokens) + len(tokens)] == [*prompt.tokens, *tokens]
+    assert further.text.endswith("<tool_response>\n2\n</tool_response><|assistant|>")

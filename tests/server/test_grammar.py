@@ -23,7 +23,7 @@ from areno.server.parsers.lark import LarkBuilder
 from areno.server.parsers.schemas import SchemaDocument
 from tests.helpers.grammars import allowed, response_format, schemas
 
-FAMILIES = ["hermes", "qwen3_coder", "llama3_json", "pythonic"]
+FAMILIES = ["hermes", "qwen3_coder", "llama3_json", "pythonic", "glm4_moe"]
 WEATHER: dict[str, Any] = {
     "type": "object",
     "properties": {

@@ -15,6 +15,7 @@ CALLS = {
     "qwen3_coder": "<tool_call>\n<function=look>\n<parameter=at>\n1\n</parameter>\n</function>\n</tool_call>",
     "llama3_json": '{"name": "look", "parameters": {"at": 1}}',
     "pythonic": "<|tool_call_start|>[look(at=1)]<|tool_call_end|>",
+    "glm4_moe": "<tool_call>look<arg_key>at</arg_key><arg_value>1</arg_value></tool_call>",
     "harmony": '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"at": 1}',
 }
 NAMES = {
@@ -22,6 +23,7 @@ NAMES = {
     "qwen3_coder": ["qwen3_coder", "qwen3_xml"],
     "llama3_json": ["llama3_json", "llama3"],
     "pythonic": ["pythonic", "lfm2"],
+    "glm4_moe": ["glm4_moe", "glm", "glm45", "glm47"],
     "harmony": ["harmony", "openai", "gpt-oss"],
     "text": ["text"],
 }

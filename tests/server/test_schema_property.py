@@ -23,7 +23,7 @@ from tests.helpers.grammars import ByteGrammar
 
 pytest.importorskip("llguidance")
 
-FAMILIES = ["hermes", "llama3_json", "pythonic", "qwen3_coder"]
+FAMILIES = ["hermes", "llama3_json", "pythonic", "qwen3_coder", "glm4_moe"]
 HOW: Any = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
 
 
@@ -43,6 +43,9 @@ def written(family: str, arguments: dict[str, Any], quotes: bool) -> str:
     if family == "pythonic":
         return f"[f({', '.join(f'{name}={text}' for name, text in shown.items())})]"
     texts = {name: shown[name] if quotes or not isinstance(each, str) else each for name, each in arguments.items()}
+    if family == "glm4_moe":
+        pairs = (f"<arg_key>{name}</arg_key>\n<arg_value>{text}</arg_value>\n" for name, text in texts.items())
+        return f"<tool_call>f\n{''.join(pairs)}</tool_call>"
     parameters = "".join(f"<parameter={name}>\n{text}\n</parameter>\n" for name, text in texts.items())
     return f"<tool_call>\n<function=f>\n{parameters}</function>\n</tool_call>"
 
@@ -95,10 +98,11 @@ def check_calls(family: str, rng: random.Random, n_texts: int = 4) -> tuple[int,
         except NoValue:
             continue
         if not isinstance(value, dict) or (
-            family in ("pythonic", "qwen3_coder") and {*value} & {"u", "v", "日", "p7", "kz"}
+            family in ("pythonic", "qwen3_coder", "glm4_moe") and {*value} & {"u", "v", "日", "p7", "kz"}
         ):
             continue
-        texts = [written(family, value, quotes) for quotes in ((False, True) if family == "qwen3_coder" else (True,))]
+        has_plain_strings = family in ("qwen3_coder", "glm4_moe")
+        texts = [written(family, value, quotes) for quotes in ((False, True) if has_plain_strings else (True,))]
         calls = [parser.parse(text, [tool]).tool_calls for text in texts]
         texts = [text for text, [call] in zip(texts, calls, strict=True) if json.loads(call.arguments) == value]
         if texts and not ("pattern" in str(draw.schema) and "\\u" in texts[0]):

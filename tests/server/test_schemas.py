@@ -21,7 +21,7 @@ from tests.helpers.grammars import ByteGrammar, accepted, answers, call, calls, 
 
 pytest.importorskip("llguidance")
 
-FAMILIES = ["hermes", "llama3_json", "pythonic", "qwen3_coder"]
+FAMILIES = ["hermes", "llama3_json", "pythonic", "qwen3_coder", "glm4_moe"]
 BOTH = ["response_format", "call"]
 
 

@@ -20,7 +20,7 @@ from areno.server.parsers import (
 from tests.helpers.tokenizers import shared_tokenizer, trl_templates
 
 DATA = Path(__file__).parents[3] / "shared/data/toolcall"
-FAMILIES = ["hermes", "qwen3_coder", "llama3_json", "pythonic"]
+FAMILIES = ["hermes", "qwen3_coder", "llama3_json", "pythonic", "glm4_moe"]
 WEATHER = {
     "type": "function",
     "function": {
@@ -75,6 +75,10 @@ def written(family: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
     blocks = []
     for name, arguments in calls:
         texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+        if family == "glm4_moe":
+            parts = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>\n" for key, text in texts.items())
+            blocks.append(f"<tool_call>{name}\n{parts}</tool_call>")
+            continue
         parts = "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in texts.items())
         blocks.append(f"<tool_call>\n<function={name}>\n{parts}</function>\n</tool_call>")
     return "\n".join(blocks)
@@ -112,6 +116,7 @@ def test_text_streams_while_it_cannot_become_a_call() -> None:
 PIECES = {
     "hermes": '<tool_call> </tool_call> {"name":"f", "arguments":{ "a": 1 }} " \\ < {',
     "qwen3_coder": "<tool_call> </tool_call> <function=f> </function> <parameter=a> </parameter> < > x = 1.5",
+    "glm4_moe": "<tool_call> f</tool_call> <arg_key> a</arg_key> <arg_value> </arg_value> < > x = 1.5",
     "llama3_json": '<|python_tag|> {"name":"f", "parameters":{ "a": 1 }} ; " \\u00 [ {',
     "pythonic": '<|python_start|> <|python_end|> [ ] f( ) a= 1 \' """ , { } \\x4 ( - None',
 }
@@ -120,6 +125,8 @@ AMID = {
     "hermes": '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
     "qwen3_coder": "<tool_call>\n<function=now>\n</function>\n</tool_call>",
     "qwen3_coder without tags": "<function=now>\n</function>",
+    "glm4_moe": "<tool_call>now\n</tool_call>",
+    "glm4_moe without line breaks": "<tool_call>now</tool_call>",
     "llama3_json": '<|python_tag|>{"name": "now", "parameters": {}}',
     "pythonic": "<|tool_call_start|>[now()]<|tool_call_end|>",
 }
@@ -199,6 +206,12 @@ def test_random_and_truncated_texts(family: str) -> None:
         ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n1\n</function>\n</tool_call>"),
         ("qwen3_coder", "<tool_call>\n<function=f>\n</tool_call>"),
         ("qwen3_coder", "<tool_call>\n<function=>\n</function>\n</tool_call>"),
+        ("glm4_moe", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n"),
+        ("glm4_moe", "<tool_call>f\n<arg_key>a</arg_key>\n1\n</tool_call>"),
+        ("glm4_moe", "<tool_call>f\n<arg_key></arg_key>\n<arg_value>1</arg_value>\n</tool_call>"),
+        ("glm4_moe", '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'),
+        ("glm4_moe", "<tool_call>a call</tool_call>"),
+        ("glm4_moe", "<tool_call></tool_call>"),
         ("llama3_json", 'The answer: {"name": "f", "parameters": {}}'),
         ("llama3_json", '{"name": "f", "parameters": '),
         ("llama3_json", '<|python_tag|>import os; os.system("true")'),
@@ -346,6 +359,7 @@ def template_of(name: str, tokenizer_of: Any) -> tuple[Any, str]:
         ("llama3_1", "llama3_json"),
         ("llama3_2", "llama3_json"),
         ("lfm2_2_5", "pythonic"),
+        ("glm4moe", "glm4_moe"),
     ],
 )
 def test_real_calls_as_real_templates_render_them(template: str, family: str, tokenizer_of: Any) -> None:
@@ -369,12 +383,17 @@ def test_real_calls_as_real_templates_render_them(template: str, family: str, to
                 [user], tools=tools or None, tokenize=False, add_generation_prompt=True
             )
             shown = tokenizer.apply_chat_template([user, message], tools=tools or None, tokenize=False)
-            answer = shown[asked.rindex("assistant") + len("assistant") :].removeprefix("<|end_header_id|>").lstrip()
+            answer = (
+                shown[asked.rindex("assistant") + len("assistant") :]
+                .removeprefix("<|end_header_id|>")
+                .removeprefix("|>")
+                .lstrip()
+            )
             for mark in marks:
                 answer = answer.split(mark)[0]
             found = parser.parse(answer, tools or None)
             expected = [(call["name"], dict(call["arguments"])) for call in calls]
-            for name, arguments in expected if family == "qwen3_coder" else []:
+            for name, arguments in expected if family in ("qwen3_coder", "glm4_moe") else []:
                 # XML does not tell a number from a string; the schema must say that it is none.
                 loose = {key for key in arguments if _type_of(tools, name, key)[:3] == "str"}
                 loose = {key for key in loose if not isinstance(arguments[key], str)}

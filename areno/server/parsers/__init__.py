@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+from areno.server.parsers.glm4_moe import Glm4MoeParser
 from areno.server.parsers.harmony import HarmonyParser
 from areno.server.parsers.hermes import HermesParser, LlamaJsonParser
 from areno.server.parsers.message import (
@@ -36,6 +37,7 @@ PARSERS = {
         Qwen3CoderParser(),
         LlamaJsonParser(),
         PythonicParser(),
+        Glm4MoeParser(),
         HarmonyParser(),
         ToolCallParser(),
     )
@@ -49,8 +51,8 @@ def parser_for_template(chat_template: str | None) -> ToolCallParser:
         return PARSERS["harmony"]
     if "<function=" in template and "<parameter=" in template:
         return PARSERS["qwen3_coder"]
-    if "<tool_call>" in template and "<arg_key>" not in template:
-        return PARSERS["hermes"]
+    if "<tool_call>" in template:
+        return PARSERS["glm4_moe" if "<arg_key>" in template else "hermes"]
     if "<|tool_call_start|>" in template or "params_name1=" in template:
         return PARSERS["pythonic"]
     if "<|start_header_id|>" in template and "parameters" in template:

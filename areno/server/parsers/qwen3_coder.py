@@ -15,11 +15,11 @@ a value is a string.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from areno.engine.decoder.grammar import grammar_error, has_empty_language
 from areno.errors import GrammarError
-from areno.server.parsers.hermes import CLOSE, OPEN, tagged_calls_rule
+from areno.server.parsers.hermes import CLOSE, OPEN
 from areno.server.parsers.json_rules import JsonRules, JsonStyle, repetition_range
 from areno.server.parsers.lark import LarkBuilder
 from areno.server.parsers.message import RawCall, ToolCallParser, Tools
@@ -41,13 +41,39 @@ from areno.server.parsers.schemas import (
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 
-_END = f"\n{END_PARAMETER}\n"
-# Texts from which no tag would be read.
-_NO_TAGS = r"/(?s:.*)/ & ~/(?s:.*)<\/parameter>(?s:.*)/ & ~/((?s:.*)\n)?<parameter=(?s:.*)/"
 _NULLS = ("null", "none")
 _WORDS = {"true": True, "false": False, **dict.fromkeys(_NULLS)}
 _ANY_NULL = "/\\s*([nN][uU][lL][lL]|[nN][oO][nN][eE])\\s*/"
 _UNLISTED = "\n"  # no parameter has this name
+
+
+class CallTags(NamedTuple):
+    """The texts around the parts of a call.
+
+    `end`: after a value. `no_values`: texts of which none is in a value. `no_tags`: the expression of texts from which
+    no tag would be read.
+    """
+
+    before_name: str
+    after_name: str
+    before_key: str
+    after_key: str
+    end: str
+    after_call: str
+    no_values: tuple[str, ...]
+    no_tags: str
+
+
+TAGS = CallTags(
+    before_name=f"{OPEN}\n{FUNCTION}",
+    after_name=">\n",
+    before_key=PARAMETER,
+    after_key=">\n",
+    end=f"\n{END_PARAMETER}\n",
+    after_call=f"{END_FUNCTION}\n{CLOSE}",
+    no_values=(END_PARAMETER, PARAMETER),
+    no_tags=r"/(?s:.*)/ & ~/(?s:.*)<\/parameter>(?s:.*)/ & ~/((?s:.*)\n)?<parameter=(?s:.*)/",
+)
 
 
 class Qwen3CoderParser(ToolCallParser):
@@ -68,7 +94,7 @@ class Qwen3CoderParser(ToolCallParser):
         name = yield from self._read_name(source)
         if name is None or (tag == FUNCTION and tools is not None and name not in tools):
             return None
-        known = _Parameters.from_schema((tools or {}).get(name, {}))
+        known = Parameters.from_schema((tools or {}).get(name, {}))
         arguments: dict[str, Any] = {}
         while True:
             yield from source.skip_space()
@@ -94,8 +120,7 @@ class Qwen3CoderParser(ToolCallParser):
             return None
 
     def calls_rule(self, lark: LarkBuilder, functions: dict[str, SchemaDocument], many: bool) -> str:
-        call = lark.rule(" | ".join(_call_rule(lark, name, document) for name, document in functions.items()))
-        return tagged_calls_rule(lark, call, many)
+        return xml_calls_rule(lark, functions, many, TAGS)
 
     def _read_name(self, source: Cursor) -> Reading[str | None]:
         """Read a name and the `>` after it."""
@@ -134,14 +159,14 @@ def _without_outer_newlines(value: str) -> str:
     return value.removeprefix("\n").removesuffix("\n")
 
 
-class _Parameters:
+class Parameters:
     def __init__(self, document: SchemaDocument | None):
         self._document = document
         found = [] if document is None else document.alternatives([document.root])
         self.names = {name for each in found for one in schemas_of(each) for name in one.get("properties", ())}
 
     @classmethod
-    def from_schema(cls, schema: Schema) -> _Parameters:
+    def from_schema(cls, schema: Schema) -> Parameters:
         try:
             return cls(arguments_schema(schema, strict=False))
         except GrammarError:  # a schema that means nothing tells no types
@@ -197,35 +222,43 @@ def _parse(parse: Callable[[str], Any], text: str) -> Any:
     return value
 
 
-def _call_rule(lark: LarkBuilder, name: str, document: SchemaDocument) -> str:
-    values = _ParameterRules(lark, document)
+def xml_calls_rule(lark: LarkBuilder, functions: dict[str, SchemaDocument], many: bool, tags: CallTags) -> str:
+    """Return the rule of one call, or of any number of them in lines of their own if `many`."""
+    call = lark.rule(" | ".join(_call_rule(lark, name, document, tags) for name, document in functions.items()))
+    return lark.rule(f"{call} ({lark.literal(chr(10))} {call})*") if many else call
+
+
+def _call_rule(lark: LarkBuilder, name: str, document: SchemaDocument, tags: CallTags) -> str:
+    values = _ParameterRules(lark, document, tags)
 
     def parameter(key: str, value: str) -> str:
         if set(key + name) & set("<>\n") or key != key.strip() or not key:
             why = "is empty, or has <, >, a line break or a space at an end, which this model's calls cannot have"
             raise GrammarError("the name {!r} {}", key, why)
-        return f"{lark.literal(f'{PARAMETER}{key}>' + chr(10))} {value}"
+        return f"{lark.literal(tags.before_key + key + tags.after_key)} {value}"
 
     found = [
         values.properties_rule(form, parameter, "", values.unlisted_parameter_rule(form))
         for form in document.object_schemas
     ]
     content = arguments_rule(lark, values, found)
-    return lark.rule(f"{lark.literal(f'{FUNCTION}{name}>' + chr(10))} {content} {lark.literal(END_FUNCTION)}")
+    start, end = tags.before_name + name + tags.after_name, tags.after_call
+    return lark.rule(f"{lark.literal(start)} {content} {lark.literal(end)}")
 
 
 class _ParameterRules(JsonRules):
     """Rules of values with their closing tags. What may be a string is written as a string, without quotes."""
 
-    def __init__(self, lark: LarkBuilder, document: SchemaDocument):
+    def __init__(self, lark: LarkBuilder, document: SchemaDocument, tags: CallTags):
         super().__init__(lark, document, JsonStyle())
-        self._json, self._known = JsonRules(lark, document, JsonStyle()), _Parameters(document)
+        self._json, self._known = JsonRules(lark, document, JsonStyle()), Parameters(document)
+        self._tags = tags
 
     def property_value_rule(self, name: str, places: Sequence[Place]) -> str | None:
         kinds, values = self._known.types_and_values(name)
         if kinds and "string" not in kinds:
             value = self._json.value_rule(places)
-            return None if value is None else f"{value} {self._lark.literal(_END)}"
+            return None if value is None else f"{value} {self._lark.literal(self._tags.end)}"
         document, terms = self._document, list[str]()
         found = document.alternatives(places)
         has_null = any(not document.rejects(None, each) for each in found)
@@ -240,12 +273,10 @@ class _ParameterRules(JsonRules):
                 literals = [None] if "null" in kinds and has_null else []
             for value in (value for value in literals if self.matches_patterns(value, each)):
                 text = value if isinstance(value, str) else dump_json(value)
-                if (
-                    END_PARAMETER not in text
-                    and PARAMETER not in text
-                    and json_values_are_equal(self._known.convert_value(name, text), value)
+                if not any(each in text for each in self._tags.no_values) and json_values_are_equal(
+                    self._known.convert_value(name, text), value
                 ):
-                    terms.append(self._lark.literal(text + _END))
+                    terms.append(self._lark.literal(text + self._tags.end))
         return f"({' | '.join(dict.fromkeys(terms))})" if terms else None
 
     def _string_rule(self, alternative: Alternative, others: list[str]) -> str | None:
@@ -264,8 +295,8 @@ class _ParameterRules(JsonRules):
         if low or high is not None:
             terms.append(f"/(?s:.{repetition_range(low, high)})/")
         # The line break before the closing tag may be missing where the length of the text does not matter.
-        end = _END if terms or others else _END.removeprefix("\n")
-        term = f"({' & '.join([*terms, _NO_TAGS, *(f'~{each}' for each in others)])})"
+        end = self._tags.end if terms or others else self._tags.end.removeprefix("\n")
+        term = f"({' & '.join([*terms, self._tags.no_tags, *(f'~{each}' for each in others)])})"
         return None if (terms or others) and has_empty_language(term) else self._lark.term_before_tag(term, end)
 
     def unlisted_parameter_rule(self, form: ObjectSchema) -> str | None:
@@ -274,4 +305,5 @@ class _ParameterRules(JsonRules):
             return None
         taken = "|".join(map(escape_regex, form.properties))
         name = self._lark.terminal(r"/[^<>\s]+( [^<>\s]+)*/" + (f" & ~{lark_literal(taken)}" if taken else ""))
-        return self._lark.rule(f"{self._lark.literal(PARAMETER)} {name} {self._lark.literal('>' + chr(10))} {value}")
+        before, after = self._lark.literal(self._tags.before_key), self._lark.literal(self._tags.after_key)
+        return self._lark.rule(f"{before} {name} {after} {value}")
