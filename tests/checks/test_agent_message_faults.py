@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.checked import data_file, failed, findings, red
+from areno.checks.agent_messages import agent_messages
+from areno.checks.all_checks import CHECKS
+from areno.checks.rewards import reward_functions
+from tests.helpers.checked import data_file, failed, found_by, red
 from tests.helpers.checked_rows import QUESTIONS, chat_model
 
 pytestmark = pytest.mark.slow
@@ -40,18 +43,19 @@ def reward_fn(record):
 """
 
 
-def found_with(folder: Path, *changes: tuple[str, str]):
+def found_with(folder: Path, *changes: tuple[str, str], checks=(agent_messages,)):
     text = AGENT
     for name, value in (*changes, ("SETTINGS", "{}"), ("MESSAGE", '"Look at it again."')):
         text = text.replace(name, value)
     (folder / "agent.py").write_text(text, encoding="utf-8")
     files = [f"actor.path={chat_model(folder)}", f"train_dataset.path={data_file(folder / 'rows.jsonl', QUESTIONS)}"]
     functions = [f"{name}={folder / 'agent.py'}" for name in ("agent.fn", "reward.fn")]
-    return findings("gspo prompts", *files, *functions, "valid_dataset=null", "gconfig.n_samples=2", only="reward")
+    settings = (*files, *functions, "valid_dataset=null", "gconfig.n_samples=2")
+    return found_by(checks, "gspo", "--config-name=prompts", *settings)
 
 
 def test_an_agent_that_keeps_the_answer_to_itself_is_green(tmp_path):
-    found = found_with(tmp_path)
+    found = found_with(tmp_path, checks=CHECKS["reward"])
     assert not red(found), found
     assert not failed(found)
     assert {"told-answers", "agent-sampling", "reward-wrong"} <= {
@@ -78,4 +82,5 @@ def test_a_fault_in_what_an_agent_sends_is_found(change, name, said, tmp_path):
 
 def test_the_reward_of_an_agent_is_tried_with_wrong_answers(tmp_path):
     right = "record.final_answer.split()[-1:] == [record.solutions]"
-    assert "reward-wrong" in red(found_with(tmp_path, (right, "record.solutions in record.final_answer")))
+    change = (right, "record.solutions in record.final_answer")
+    assert "reward-wrong" in red(found_with(tmp_path, change, checks=[reward_functions]))
