@@ -12,6 +12,7 @@ from typing import Any
 from areno.config.reward import RewardConfig
 from areno.config.sources import source_key
 from areno.engine.processes.child import dumps
+from areno.environments.package import EnvironmentPackage
 from areno.environments.packages import package_of
 from areno.errors import ConfigError, Key, Problem, all_of, did_you_mean, keys_renamed
 from areno.files.user_code import resolve_spec, split_spec
@@ -90,13 +91,13 @@ def _functions_from_settings(config: RewardConfig) -> list[RewardFunction]:
     return _weighted_functions(config, codes, [""] if isinstance(config.fn, str) else part_names(specs))
 
 
-def _resolve_spec(config: RewardConfig, spec: str) -> str | Reward:
-    """Return an entry of reward.fn as a built-in reward with its settings, `absolute path:function` or SCHEME:NAME."""
+def _resolve_spec(config: RewardConfig, spec: str) -> str | Reward | EnvironmentPackage:
+    """Return an entry of reward.fn as a built-in reward with its settings, `absolute path:function` or environment."""
     if spec in BUILT_IN_REWARDS:
         # A reward without settings has no section.
         return vars(config).get(spec, BUILT_IN_REWARDS[spec]()).prepare()
-    if package_of(spec) is not None:
-        return spec
+    if (environment := package_of(spec, KEY)) is not None:
+        return environment
     if not split_spec(spec, DEFAULT_FUNCTION)[0].endswith(".py"):
         hint = did_you_mean(spec, BUILT_IN_REWARDS, otherwise=f"; built-in: {', '.join(BUILT_IN_REWARDS)}")
         raise ConfigError(Problem(KEY, f"is {spec!r}; expected file.py, file.py:function or a built-in{hint}"))
@@ -126,7 +127,7 @@ def _check_unique(names: list[str]) -> list[str]:
 
 
 def _weighted_functions(
-    config: RewardConfig, codes: Sequence[str | bytes | Reward], names: Sequence[str]
+    config: RewardConfig, codes: Sequence[str | bytes | Reward | EnvironmentPackage], names: Sequence[str]
 ) -> list[RewardFunction]:
     weights = [1.0] * len(codes) if config.weights is None else config.weights
     if len(weights) != len(codes):

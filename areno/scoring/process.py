@@ -23,7 +23,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from areno.environments.packages import package_of
 from areno.errors import ArenoError, ConfigError, Problem, printable
 from areno.files.user_code import describe_error, get_user_function, load_module
 from areno.reward_fns.built_in import Reward
@@ -32,6 +31,8 @@ from areno.user_processes.process import MAX_TEXT, ForkedChildren, ForkReturned,
 
 if TYPE_CHECKING:
     import asyncio
+
+    from areno.environments.package import EnvironmentPackage
 
 Chunk = list[tuple[int, bytes]]
 
@@ -42,7 +43,7 @@ _MAX_TRACEBACK_CHARS = 4000  # characters of a message
 class RewardFunction:
     """A reward function as the driver sends it. If there are several, `name` is the name of its part of the reward."""
 
-    code: str | bytes | Reward  # `file:function` or SCHEME:NAME of an environment, pickled function, built-in reward
+    code: str | bytes | Reward | EnvironmentPackage  # `file:function`, pickled function, built-in reward, environment
     name: str = ""
     weight: float = 1.0
     sources: Collection[str] | None = None  # whose samples it scores. None: all
@@ -89,14 +90,14 @@ def _load_functions(functions: list[RewardFunction], key: str) -> list[_LoadedFu
             elif isinstance(source.code, Reward):
                 name, warm_up, function = source.code.name, source.code.warm_up, source.code.load()
                 path = _file_of(function)
-            elif (environment := package_of(source.code, key)) is not None:
-                name, function = source.code, environment.reward()
-                path = _file_of(function)
-            else:
+            elif isinstance(source.code, str):
                 file, _, name = source.code.rpartition(":")
                 if file not in modules:
                     modules[file] = load_module(file, key)
                 function, path = get_user_function(modules[file], name, file, key), Path(os.path.realpath(file))
+            else:
+                name, function = source.code.spec, source.code.reward()
+                path = _file_of(function)
             with contextlib.suppress(ValueError):  # some callables have no signature to inspect
                 inspect.signature(function).bind(None)
             how = (source.name, source.weight, path, is_async(function), source.sources, warm_up)
