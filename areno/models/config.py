@@ -94,7 +94,7 @@ class TransformerConfig:
         norms: Where the norms are: before attention and MLP, after them, or both.
         norm_plus_one: Whether norms multiply by 1 + weight.
         kinds: The properties of each layer. Empty if all layers have `rope` and no window. Unused for recurrent layers.
-        initializer_range: The standard deviation of random weights.
+        initializer_range: The standard deviation of random weights, with the exceptions of `Transformer.init_weights`.
         delta: The layers with a recurrent state in place of attention.
         within: The class of the image-text model, if transformers builds one from this folder. peft then uses its
             tensor names. Otherwise empty.

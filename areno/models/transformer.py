@@ -262,9 +262,9 @@ class Transformer(nn.Module):
     def init_weights(self, seed: int) -> None:
         """Initialise the weights at random.
 
-        Matrices and sinks are normal with the standard deviation `initializer_range` of the config. Norms multiply by
-        1. Biases and the weights of a value head are 0. Decay rates of recurrent states are uniform from 0.01 to 16.
-        The full tensors depend only on the seed and the device type, not on the number of ranks.
+        Matrices and sinks are normal, see `_initial_std`. Norms multiply by 1. Biases and the weights of a value head
+        are 0. Decay rates of recurrent states are uniform from 0.01 to 16. The full tensors depend only on the seed and
+        the device type, not on the number of ranks.
         """
         for module in self.modules():
             if isinstance(module, RMSNorm):
@@ -292,8 +292,23 @@ class Transformer(nn.Module):
                     if is_decay:
                         full.uniform_(0.01, 16.0, generator=generator).log_()
                     else:
-                        full.normal_(0.0, self.config.initializer_range, generator=generator)
+                        full.normal_(0.0, self._initial_std(name), generator=generator)
                     part.region(parameter).copy_(part.shard_of(full))
+
+    def _initial_std(self, parameter: str) -> float:
+        """Return the standard deviation of random weights: `initializer_range` of the config, as in transformers.
+
+        With experts, a token's embedding must not drown in the outputs of the layers. Routers would otherwise send most
+        tokens to few experts, or change their choice with every rounding error. So an embedding that is not the head is
+        drawn with 1, the default of torch, and what is added to it with 1 / sqrt(2 layers) of the range, as in GPT-2.
+        """
+        config = self.config
+        if config.experts is not None and not config.tie_word_embeddings:
+            if parameter == "embed.weight":
+                return 1.0
+            if parameter.endswith(("out.weight", "down.weight")):
+                return config.initializer_range / math.sqrt(2 * config.num_layers)
+        return config.initializer_range
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -19,6 +19,7 @@ from areno.models.registry import build_model, layout_problems, load_config
 from areno.models.transformer import Transformer
 from areno.models.weights import checkpoint_table
 from tests.helpers.family_cases import random_model
+from tests.helpers.moe_models import moe_folder
 from tests.helpers.two_ranks import gradient_of, load, packed, random_rows
 
 
@@ -42,6 +43,30 @@ def test_ranks_that_do_not_divide_the_experts_name_the_key(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match=r"engine\.tp_size: is 2, .*7 \(experts\).*num_local_experts=7"):
         build_model(config, dtype=torch.float32, device="cpu", tp=ParallelGroup(rank=0, size=2))
     assert "intermediate" not in str(layout_problems(config, Layout.single_replica(2))[0])  # no layer has a plain MLP
+
+
+def test_random_weights_tell_tokens_apart_and_use_all_experts(tmp_path: Path) -> None:
+    """With weights that are all equally large, attention makes tokens alike, and a rounding error reroutes them."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 12, "num_experts": 16, "vocab_size": 256}
+    changes = {**sizes, "initializer_range": 0.125, "mlp_only_layers": [], "tie_word_embeddings": False}
+    config = load_config(moe_folder(tmp_path, **changes))
+    model = build_model(config, dtype=torch.float32, device="cpu")
+    model.init_weights(1)
+    noise_VD = torch.randn(model.embed.weight.shape, generator=torch.Generator().manual_seed(2))
+    assert model.routing is not None
+    tokens, positions, attend = packed(random_rows(256, (200,)))
+    found = []
+    with torch.no_grad():
+        for noise in (0.0, 1e-3):
+            model.routing.configure(records=True)
+            model.embed.weight.mul_(1 + noise * noise_VD)
+            found.append((model(tokens, positions, attend), model.routing.recorded_experts()))
+    (hidden_ND, experts_NLk), (moved_ND, moved_NLk) = found
+    assert hidden_ND.mean(0).square().mean() < 0.2 * hidden_ND.square().mean()
+    for layer in range(config.num_layers):
+        assert experts_NLk[:, layer].unique().numel() == 16
+    assert (experts_NLk.sort().values != moved_NLk.sort().values).any(-1).float().mean() < 0.01
+    assert (moved_ND - hidden_ND).norm() < 0.02 * hidden_ND.norm()
 
 
 # --- the auxiliary loss ---
