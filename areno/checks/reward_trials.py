@@ -44,7 +44,6 @@ _TRAITS: Mapping[str, Callable[[str], bool]] = {
 
 
 def try_answers(known: KnownAnswers, score: Score) -> Iterator[Finding]:
-    """Score the answers of all trials at once."""
     trials = [trial for make in (_stop_trial, _long_trial, *WRONG) for trial in make(known)]
     asked = [answer for trial in trials for answer in trial.answers]
     outcomes = list(score(asked))

@@ -39,8 +39,6 @@ _USE_KL = Flag("--use-kl-loss", help="Add a KL term to the loss, which keeps the
 
 @dataclass(kw_only=True)
 class TrainFlag:
-    """One flag of `areno train`."""
-
     declared: Flag
     value: str | None  # value that a switch sets; None for a flag with an argument
     negative: bool  # there is also a --no- form

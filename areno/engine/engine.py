@@ -204,13 +204,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         prompt_masks: Sequence[Any] | None = None,
         value: TokenValue = "logprob",
     ) -> list[np.ndarray]:
-        """Return the log-probability of each token given the tokens before it, one float32 array per row.
-
-        With another `value`, return this instead.
-
-        The first token of a row and tokens masked by `prompt_masks` get 0. Logits are divided by the temperature of
-        `sampling`. The forward pass uses `routes`, the recorded experts of the actor's tokens, if they are given.
-        """
+        """Return what `Trainer.score_logprobs` returns, as one float32 array per row."""
         of_rows = {
             "routes": read_routes_to_score(routes, token_rows, self.info.routes, role),
             "prompt_masks": read_prompt_masks(prompt_masks, token_rows),
@@ -223,7 +217,6 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         return self._score("values", role, token_rows, mb_spec)
 
     def rewards(self, role: str, token_rows: TokenRows, mb_spec: MicroBatchSpec | None = None) -> list[float]:
-        """Return the output of a reward model's value head at the last token of each row."""
         return self._score("rewards", role, token_rows, mb_spec)
 
     def step_probabilities(

@@ -143,7 +143,6 @@ def _serving_faults(subject: Subject, row: EncodedRow) -> Iterator[str]:
 
 
 def _begins_as(row: EncodedRow, tokens: Sequence[int]) -> bool:
-    """Whether a sequence of a row begins with these tokens."""
     return any(np.asarray(each.tokens)[: len(tokens)].tolist() == list(tokens) for each in row.sequences)
 
 

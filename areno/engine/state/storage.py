@@ -84,7 +84,23 @@ class _Checksums:
     crc32: list[int] = field(default_factory=list)
 
 
-class StateFileWriter(StorageWriter):
+class _OneState:
+    """What StorageWriter and StorageReader ask for, where an object serves a single state, and its plan is final."""
+
+    def reset(self, checkpoint_id: Any = None) -> None: ...
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+class StateFileWriter(_OneState, StorageWriter):
     """Writes the files of this rank and, on the coordinator, the index. All files are synced to disk at the end.
 
     torch.distributed.checkpoint calls its methods. `check` is called before each block of a file is written. An
@@ -94,22 +110,9 @@ class StateFileWriter(StorageWriter):
     def __init__(self, folder: Path, files: Sequence[HostFile], check: Callable[[], None]):
         self._folder, self._files, self._check = folder, files, check
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Do nothing: a Writer writes a single state."""
-
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._check()
         self._folder.mkdir(parents=True, exist_ok=True)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the files. Returns a result for each file (checksums) and for each shard (its file and first byte)."""
@@ -166,7 +169,7 @@ class StateFileWriter(StorageWriter):
         sync(self._folder)
 
 
-class StateFileReader(StorageReader):
+class StateFileReader(_OneState, StorageReader):
     """Reads shards from a folder that a Writer wrote. torch.distributed.checkpoint calls most of its methods.
 
     `about` are facts about each role. Raises CheckpointError if the index is missing, damaged or of another format.
@@ -211,24 +214,11 @@ class StateFileReader(StorageReader):
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read ({error.strerror or error}); {advice}") from error
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Do nothing: a Reader reads a single state."""
-
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self.metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the constructor has read the index."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         shares = [plan.items[number::_THREADS] for number in range(_THREADS)]
