@@ -120,6 +120,8 @@ def write_all(folder: str | Path, writes: Iterable[Callable[[], None]]) -> None:
         except (OSError, SafetensorError, CheckpointError) as error:
             failure = error
         del write  # free its weights before the next file is gathered
+    if isinstance(failure, CheckpointError):
+        raise CheckpointError("cannot write the model to {}: {}", folder, failure) from failure
     if failure is not None:
         text = "cannot write the model to {}: {}; free some space or choose another folder with {}"
         raise CheckpointError(text, folder, failure, Key("saver.path")) from failure
@@ -280,10 +282,13 @@ def read_kept(model: Transformer, names: Sequence[str]) -> dict[str, Tensor]:
     """Read tensors that areno does not use from the folder of the model. Weights in FP8 are dequantized."""
     stored, blocks = model.config.stored, fp8_block_size(model.config.hf)
     assert stored is not None
-    file_of = tensor_files(stored.folder)
+    try:
+        file_of = tensor_files(stored.folder)
+    except CheckpointError:
+        file_of = {}
     if missing := [name for name in names if name not in file_of]:
-        text = f"{stored.folder} no longer holds {join_first_names(missing)}, which are copied from there"
-        raise CheckpointError(text)
+        text = f"{stored.folder} no longer holds {join_first_names(missing)}, which are copied from there; "
+        raise CheckpointError(text + "put the weight files of this model there again")
     found = {}
     for name in names:
         with open_safetensors(file_of[name]) as tensors:

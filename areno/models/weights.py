@@ -230,7 +230,7 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding):
             module.clear_padding()
-    damaged = []
+    damaged, rounded = [], []
     for file in sorted(set(file_of.values())):
         names = iter([name for name in file_of if file_of[name] == file and name in table])
         name = next(names, None)
@@ -239,10 +239,16 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
             with open_safetensors(file) as tensors:
                 mapped = 0
                 while name is not None and mapped < MAPPED_BYTES:
-                    if not load_shard(name, table[name], found.stored_slice(name, tensors), file):
+                    source = found.stored_slice(name, tensors)
+                    if not load_shard(name, table[name], source, file):
                         damaged.append(name)
+                    if name.endswith(".e_score_correction_bias") and source.get_dtype() in ("BF16", "F16"):
+                        rounded.append(name)
                     mapped += math.prod(table[name].shape) * model.embed.weight.element_size()
                     name = next(names, None)
+    if rounded:
+        shown = "%s: %s: stored in 16 bits, so tokens choose other experts than with the published float32"
+        logger.warning(shown, folder, join_first_names(rounded))
     if model.config.tie_word_embeddings and model.score is None and _has_another_head(found):
         text = "{}: tie_word_embeddings is true, but lm_head.weight differs from the embedding; set it to false in "
         text += "config.json, also in text_config if there is one, or remove lm_head.weight"

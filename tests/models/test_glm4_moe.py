@@ -63,6 +63,16 @@ def test_the_number_of_layers_that_predict_further_tokens_is_named(said: int, tm
         load(tmp_path)
 
 
+@pytest.mark.parametrize("wide", [(BIAS,), ()])
+def test_a_bias_that_was_rounded_is_warned_of(
+    wide: tuple[str, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    random_model("glm4-experts", tmp_path)
+    in_mixed_dtypes(tmp_path, wide)
+    assert load(tmp_path).layers[1].mlp.router.e_score_correction_bias.dtype == torch.float32
+    assert (f"model.layers.1.{BIAS}, model.layers.2.{BIAS}: stored in 16 bits" in caplog.text) == (not wide)
+
+
 def test_fields_of_the_router_that_other_families_have(tmp_path: Path) -> None:
     random_model("glm4-experts", tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
