@@ -93,6 +93,8 @@ def _check_arguments(arguments: argparse.Namespace, size: str, output: Path, pro
         if value is not None and value <= 0 and not arguments.tables:
             problems.append(Problem(option, "is {}; a number above 0 is expected", value))
     rows = Path(arguments.rows).expanduser().absolute() if arguments.rows else output / "results"
+    if not arguments.tables and rows.exists() and not rows.is_dir():
+        problems.append(Problem("--rows", "{} is a file; name a folder", rows))
     if arguments.tables:
         if not rows.is_dir():
             problems.append(Problem("--tables", "there is no folder {}; name it with --rows", rows))

@@ -127,6 +127,8 @@ class League:
         """Make the runs, several at a time. Return whether none failed. With `seconds`, end after this time."""
         from areno.launch.side_by_side import ParallelJobs
 
+        if self.settings or self.base_settings:
+            self._check_settings()
         self.output.mkdir(parents=True, exist_ok=True)
         deadline = None if seconds is None else time.monotonic() + seconds
         last_lines: dict[int, deque[str]] = {}
@@ -156,14 +158,29 @@ class League:
             print("no run is missing that earlier stages allow, or there is no time for one", flush=True)
         return not self.failed
 
+    def _check_settings(self) -> None:
+        """Raise ConfigError if the user's settings are no settings of a base model, or of a recipe of the league."""
+        from areno.api import get_algorithm
+        from areno.launch.compose import load
+
+        name_of = {self.contenders[name].recipe: name for name in self.names}
+        runs = [LeagueRun(self.stages[0], name, CHOOSING_SEED, self.bed.rates[0]) for name in name_of.values()]
+        tasks = dict.fromkeys(map(task_of, self.stages))
+        for run in [*(LeagueRun("base", task, 1) for task in tasks if not self.has_base(task)), *runs]:
+            recipe, words = self._words(run)
+            load(get_algorithm(recipe).config, words[0].partition("=")[2], words[1:])
+
+    def _words(self, run: LeagueRun) -> tuple[str, list[str]]:
+        recipe, words = self.runs.command(run)
+        return recipe, [*words, *(self.base_settings if run.stage == "base" else self.settings)]
+
     def _would_end(self, run: LeagueRun, deadline: float | None) -> bool:
         """Return whether a run would end in time, if it takes as long as the longest of its stage."""
         times = [one.wall_seconds for one in self.results.values() if one.run.stage == run.stage]
         return deadline is None or time.monotonic() + max(times, default=0.0) < deadline
 
     def _work(self, run: LeagueRun) -> functools.partial[tuple[float | None, str]]:
-        recipe, words = self.runs.command(run)
-        words += self.base_settings if run.stage == "base" else self.settings
+        recipe, words = self._words(run)
         print(f"runs: {shlex.join(['python', '-m', f'areno.recipes.{recipe}', *words])}", flush=True)
         about = {"size": self.size, "device": self._device, "at_once": self.parallel}
         if run.stage != "base":
