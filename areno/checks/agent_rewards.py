@@ -20,7 +20,7 @@ def rewards_of_episodes(subject: Subject) -> Iterator[Finding]:
     """Score episodes of the small model twice, in other processes and in another order."""
     config = subject.config
     assert isinstance(config, PolicyExperimentConfig)
-    if config.reward.fn is None and not any(s.reward for s in (config.train_dataset.sources or {}).values()):
+    if config.reward.fn is None and not any(config.train_dataset.reward_by_source.values()):
         raise NotChecked("no function gives the reward: agents return it")
     if (found := two_steps(subject)) is None:
         return
@@ -63,7 +63,7 @@ def pool_of_one(config: PolicyExperimentConfig) -> RewardPool:
     section = replace(config.reward, workers=1)
     if section.weights is not None and not any(section.weights):  # the functions are only recorded
         section = replace(section, weights=None)
-    return RewardPool(section, sources={name: s.reward for name, s in (config.train_dataset.sources or {}).items()})
+    return RewardPool(section, sources=config.train_dataset.reward_by_source)
 
 
 def score(config: PolicyExperimentConfig, records: Sequence[RewardRecord]) -> tuple[list[RewardOutcome], float]:

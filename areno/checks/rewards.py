@@ -170,8 +170,7 @@ def _policy_config(subject: Subject) -> PolicyExperimentConfig:
     config = subject.config
     if not isinstance(config, PolicyExperimentConfig):
         raise NotChecked("the run has no reward: it trains on the answers of its rows")
-    sources = (config.train_dataset.sources or {}).values()
-    if config.reward.fn is None and not any(source.reward for source in sources):
+    if config.reward.fn is None and not any(config.train_dataset.reward_by_source.values()):
         raise NotChecked("no function gives the reward (reward.fn is null)")
     return config
 

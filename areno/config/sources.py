@@ -143,6 +143,11 @@ class PromptDatasetConfig(DatasetConfig):
         """The largest max_length of the sources, or a very large number if one is null."""
         return max(each.max_length or sys.maxsize for each in self.by_name().values())
 
+    @property
+    def reward_by_source(self) -> dict[str, str | list[str] | None]:
+        """Name -> setting `reward` of each of several sources."""
+        return {name: source.reward for name, source in (self.sources or {}).items()}
+
     def by_name(self) -> dict[str, DatasetConfig]:
         """Return name -> settings of each source. A single source has the name ""."""
         return {"": self} if self.sources is None else dict(self.sources)

@@ -352,15 +352,14 @@ def _open_rewards(config: ExperimentConfig, reward_fn: RewardFns | None, stack: 
     """Start the reward processes. None if the run has no rewards, or if only models or the agents give rewards."""
     if not isinstance(config, PolicyExperimentConfig) or samples_nothing():
         return None
-    by_source = any(source.reward for source in (config.train_dataset.sources or {}).values())
-    given = reward_fn is not None or config.reward.fn is not None or by_source
+    by_source = config.train_dataset.reward_by_source
+    given = reward_fn is not None or config.reward.fn is not None or any(by_source.values())
     if not given and (config.reward.has_model or config.agent.fn is not None or not config.needs_rewards):
         unused = [problem.under("reward") for problem in unused_setting_problems(config.reward, in_build=True)]
         if idle := [*unused, *config.idle_reward_problems()]:
             raise ConfigError(idle)
         return None
-    sources = {name: source.reward for name, source in (config.train_dataset.sources or {}).items()}
-    return stack.enter_context(RewardPool(config.reward, reward_fn, n_devices=_n_devices(config), sources=sources))
+    return stack.enter_context(RewardPool(config.reward, reward_fn, n_devices=_n_devices(config), sources=by_source))
 
 
 def _n_devices(config: ExperimentConfig) -> int:
