@@ -170,12 +170,13 @@ def test_nothing_is_red_without_a_fault(command: list[str]) -> None:
     assert red(command) == {}
 
 
-def test_nothing_is_red_with_experts_whose_gate_and_up_alternate(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", [MUON, [*GSPO, "actor.routing_replay=true"]], ids=" ".join)
+def test_nothing_is_red_with_experts_whose_gate_and_up_alternate(command: list[str], tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained("examples/quickstart/model")
     ids = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
     random_model("gpt-oss-experts", tmp_path, **ids, pad_token_id=tokenizer.pad_token_id)
     tokenizer.save_pretrained(tmp_path)
-    assert red([*MUON, f"actor.path={tmp_path}"]) == {}
+    assert red([*command, f"actor.path={tmp_path}"]) == {}
 
 
 @pytest.mark.parametrize(
