@@ -84,6 +84,7 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
             self._divergence.ratio = (actor.rollout_clip_range, actor.ratio_level, remedy)
         self._n_skipped = 0  # consecutive steps whose update was skipped because of a value that is not finite
         self._n_applied = 0  # steps whose update was applied
+        self._has_gradient = False  # whether a gradient of the actor was not 0
         self._unrewarded = 0, "", ""  # consecutive steps without a reward; setting and reason of the last failure
         self._versions: list[int] = []  # of the weights with which the latest steps began
         self._samples: Sequence[ScoredSample] = ()  # of the step, once its update has ended
@@ -174,6 +175,7 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
         """
         broken = [name for name in ("loss", "grad_norm") if not math.isfinite(stats[name])]
         self._n_applied += applied
+        self._has_gradient |= stats["grad_norm"] != 0
         self._n_skipped = 0 if applied or not broken else self._n_skipped + 1
         if self._n_skipped == 1:
             self._warn("skipped", skipped_update_warning(broken))
@@ -228,6 +230,8 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
             why = f"critic.warmup_steps={config.critic.warmup_steps} took all steps; lower it, or train longer"
         elif lr == 0:
             why = "actor.optimizer.lr is 0"
+        elif not self._has_gradient:
+            why = "every gradient was 0, as where all samples of a prompt have the same reward; see reward_mean"
         logger.warning("no stored weight differs from the start: %s", why)
         return f"no stored weight differs from the start ({why})"
 
@@ -242,6 +246,7 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
         return {
             "n_skipped": self._n_skipped,
             "n_applied": self._n_applied,
+            "has_gradient": self._has_gradient,
             "unrewarded": list(self._unrewarded),
             "unscored": list(self._unscored),
             "versions": list(self._versions),
@@ -250,6 +255,7 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._n_skipped, self._n_applied = state["n_skipped"], state["n_applied"]
+        self._has_gradient = state.get("has_gradient", True)
         self._unrewarded = tuple(state.get("unrewarded", (0, "", "")))
         self._unscored = tuple(state.get("unscored", (0, 0, "")))
         self._versions = list(state.get("versions", ()))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
+import re
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -314,6 +316,16 @@ def test_a_run_without_any_update_leaves_no_model(tmp_path):
         run.finish({})
     run.close()
     assert not list(tmp_path.rglob("step-*"))
+
+
+@pytest.mark.parametrize(("norm", "why"), [(0.0, "every gradient was 0"), (1.0, r"lr=[\d.e-]+ changes them by less")])
+def test_a_model_that_did_not_change_has_a_cause(tmp_path, norm, why):
+    run = start(tmp_path, total_train_epochs=1)
+    run.outputs._texts = dataclasses.replace(run.outputs._texts, is_untrained=lambda folder: True)
+    for _ in run.steps():
+        run.outputs.watch_update({**GOOD, "grad_norm": norm}, True)
+    assert re.search(why, run.outputs.closing_note(tmp_path))
+    run.close()
 
 
 def test_steps_without_a_token_to_train_on_are_no_skipped_updates(tmp_path):
