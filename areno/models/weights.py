@@ -173,9 +173,10 @@ class _MatchedTensors(NamedTuple):
 
 def _match_tensors(model: Transformer, folder: Path) -> _MatchedTensors:
     found, family = tensor_files(folder), FAMILIES[model.config.family]
-    stored_as = {_text_model_name(name, family): name for name in found}
+    names = {stored: _text_model_name(stored, family) for stored in found}
     if is_mxfp4(model.config.hf):
-        stored_as = {name.removesuffix(MXFP4_BLOCKS): stored for name, stored in stored_as.items()}
+        names = {stored: name.removesuffix(MXFP4_BLOCKS) for stored, name in names.items()}
+    stored_as = {name: stored for stored, name in names.items()}
     file_of = {name: found[stored] for name, stored in stored_as.items()}
     if problem := _layers_problem(file_of, model.config):
         raise CheckpointError(f"{folder}: {problem}")
@@ -188,6 +189,8 @@ def _match_tensors(model: Transformer, folder: Path) -> _MatchedTensors:
         problems.append(f"the weights lack {join_first_names(missing)}, which its config.json asks for")
     if extra := [name for name in file_of if name not in table and not _is_harmless(name, model)]:
         problems.append(f"the weights hold {join_first_names(extra)}, which its config.json has no place for")
+    if twice := [(stored, stored_as[name]) for stored, name in names.items() if stored_as[name] != stored]:
+        problems.append(f"the weights hold both {join_first_names([' and '.join(pair) for pair in twice])}")
     if problems:
         raise CheckpointError([Problem("", f"{folder}: {text}") for text in problems])
     return _MatchedTensors(table, stored_as, file_of, fp8_block_size(model.config.hf))

@@ -141,6 +141,10 @@ def test_a_rank_reads_its_own_experts(is_packed: bool, tmp_path: Path) -> None:
             lambda stored: stored["model.layers.0.mlp.experts.down_proj_scales"].fill_(255),
             r"down_proj: numbers that are nan, infinite",
         ),
+        (
+            lambda stored: stored.update({"model.layers.0.mlp.experts.down_proj": torch.zeros(6, 64, 32)}),
+            r"hold both \S+down_proj(_blocks)? and \S+down_proj(_blocks)?$",
+        ),
     ],
 )
 def test_damaged_mxfp4_is_named(change: Any, named: str, tmp_path: Path) -> None:
