@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from areno import heartbeat, trace
 from areno.api.metrics import Stopwatch, step_scalars, step_time_metrics, with_prefix
@@ -50,9 +50,6 @@ from areno.tracking.run_folder import FORECAST
 from areno.tracking.run_log import IN_FULL, RunLog
 from areno.tracking.tracker import Tracker
 from areno.types import Batch, ScoredSample
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger("areno")
 

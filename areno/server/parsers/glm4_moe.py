@@ -10,8 +10,6 @@ As in Qwen3-Coder's form (qwen3_coder.py), strings are written without quotes, a
 
 from __future__ import annotations
 
-from typing import Any
-
 from areno.server.parsers.hermes import CLOSE, OPEN
 from areno.server.parsers.lark import LarkBuilder
 from areno.server.parsers.message import RawCall, ToolCallParser, Tools
@@ -43,24 +41,9 @@ class Glm4MoeParser(ToolCallParser):
         name = yield from self._read_name(source)
         if name is None:
             return None
-        known, arguments = Parameters.from_schema((tools or {}).get(name, {})), dict[str, Any]()
-        while True:
-            yield from source.skip_space()
-            if (yield from source.accept(CLOSE)):
-                break
-            if not (yield from source.accept(KEY)):
-                return None
-            start = source.at
-            if (yield from source.skip_past_one_of((END_KEY,))) is None:
-                return None
-            key = source.text[start : source.at - len(END_KEY)].strip()
-            yield from source.skip_space()
-            if not key or not (yield from source.accept(VALUE)):
-                return None
-            value = yield from self._read_value(source)
-            if value is None:
-                return None
-            arguments[key] = known.convert_value(key, value)
+        known = Parameters.from_schema((tools or {}).get(name, {}))
+        if (arguments := (yield from known.read(source, KEY, CLOSE, self._read_parameter))) is None:
+            return None
         try:
             name.encode()
             return [(name, dump_json(arguments))]
@@ -80,6 +63,17 @@ class Glm4MoeParser(ToolCallParser):
             source.at += 1
         name = source.text[start : source.at].strip()
         return name if name and char and len(name.split()) == 1 else None
+
+    def _read_parameter(self, source: Cursor, left: set[str] | None) -> Reading[tuple[str, str] | None]:
+        start = source.at
+        if (yield from source.skip_past_one_of((END_KEY,))) is None:
+            return None
+        key = source.text[start : source.at - len(END_KEY)].strip()
+        yield from source.skip_space()
+        if not key or not (yield from source.accept(VALUE)):
+            return None
+        value = yield from self._read_value(source)
+        return None if value is None else (key, value)
 
     def _read_value(self, source: Cursor) -> Reading[str | None]:
         """Read a value and its closing tag, which the next key or the end of the call follows."""

@@ -36,13 +36,14 @@ class HermesParser(ToolCallParser):
         return [call]
 
     def calls_rule(self, lark: LarkBuilder, functions: dict[str, SchemaDocument], many: bool) -> str:
-        return tagged_calls_rule(lark, call_object_rule(lark, functions, "arguments"), many)
+        opening, closing = lark.literal(f"{OPEN}\n"), lark.literal(f"\n{CLOSE}")
+        call = f"{opening} {call_object_rule(lark, functions, 'arguments')} {closing}"
+        return calls_in_lines_rule(lark, call, many)
 
 
-def tagged_calls_rule(lark: LarkBuilder, call: str, many: bool) -> str:
-    """Return a rule: `call` between `<tool_call>` and `</tool_call>`, repeated any number of times if `many`."""
-    opening, closing, newline = map(lark.literal, (f"{OPEN}\n", f"\n{CLOSE}", "\n"))
-    call = lark.rule(f"{opening} {call} {closing}")
+def calls_in_lines_rule(lark: LarkBuilder, call: str, many: bool) -> str:
+    """Return the rule of one call, or of any number of them in lines of their own if `many`."""
+    call, newline = lark.rule(call), lark.literal("\n")
     return lark.rule(f"{call} ({newline} {call})*") if many else call
 
 

@@ -77,7 +77,7 @@ def _call_rule(lark: LarkBuilder, name: str, document: SchemaDocument) -> str:
 
 
 def arguments_rule(lark: LarkBuilder, rules: JsonRules, found: Iterable[tuple[str, bool] | None]) -> str:
-    """Return the rule of the arguments of a call. `found` has the `properties_rule` of each form of the arguments."""
+    """Return the grammar rule of a call's arguments. `found`: the `properties_rule` of each form of their schema."""
     contents = [f"{content}{'?' if may_be_empty else ''}" for content, may_be_empty in filter(None, found)]
     return rules.require_rule(lark.rule(" | ".join(contents)) if contents else None)
 

@@ -15,11 +15,11 @@ a value is a string.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from areno.engine.decoder.grammar import grammar_error, has_empty_language
 from areno.errors import GrammarError
-from areno.server.parsers.hermes import CLOSE, OPEN
+from areno.server.parsers.hermes import CLOSE, OPEN, calls_in_lines_rule
 from areno.server.parsers.json_rules import JsonRules, JsonStyle, repetition_range
 from areno.server.parsers.lark import LarkBuilder
 from areno.server.parsers.message import RawCall, ToolCallParser, Tools
@@ -41,6 +41,7 @@ from areno.server.parsers.schemas import (
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 
+_ReadParameter: TypeAlias = "Callable[[Cursor, set[str] | None], Reading[tuple[str, str] | None]]"
 _NULLS = ("null", "none")
 _WORDS = {"true": True, "false": False, **dict.fromkeys(_NULLS)}
 _ANY_NULL = "/\\s*([nN][uU][lL][lL]|[nN][oO][nN][eE])\\s*/"
@@ -95,19 +96,8 @@ class Qwen3CoderParser(ToolCallParser):
         if name is None or (tag == FUNCTION and tools is not None and name not in tools):
             return None
         known = Parameters.from_schema((tools or {}).get(name, {}))
-        arguments: dict[str, Any] = {}
-        while True:
-            yield from source.skip_space()
-            if (yield from source.accept(END_FUNCTION)):
-                break
-            if not (yield from source.accept(PARAMETER)):
-                return None
-            key = yield from self._read_name(source)
-            left = known.names - arguments.keys() - {key}
-            value = None if key is None else (yield from self._read_value(source, left if known.names else None))
-            if key is None or value is None:
-                return None
-            arguments[key] = known.convert_value(key, value)
+        if (arguments := (yield from known.read(source, PARAMETER, END_FUNCTION, self._read_parameter))) is None:
+            return None
         end = source.at
         yield from source.skip_space()
         if not (yield from source.accept(CLOSE)):
@@ -121,6 +111,11 @@ class Qwen3CoderParser(ToolCallParser):
 
     def calls_rule(self, lark: LarkBuilder, functions: dict[str, SchemaDocument], many: bool) -> str:
         return xml_calls_rule(lark, functions, many, TAGS)
+
+    def _read_parameter(self, source: Cursor, left: set[str] | None) -> Reading[tuple[str, str] | None]:
+        key = yield from self._read_name(source)
+        value = None if key is None else (yield from self._read_value(source, left and left - {key}))
+        return None if key is None or value is None else (key, value)
 
     def _read_name(self, source: Cursor) -> Reading[str | None]:
         """Read a name and the `>` after it."""
@@ -171,6 +166,26 @@ class Parameters:
             return cls(arguments_schema(schema, strict=False))
         except GrammarError:  # a schema that means nothing tells no types
             return cls(None)
+
+    def read(
+        self, source: Cursor, opening: str, end: str, read_parameter: _ReadParameter
+    ) -> Reading[dict[str, Any] | None]:
+        """Read all parameters, each after the tag `opening`, and the tag `end`. Return None if they are no parameters.
+
+        `read_parameter` gets the names that are not read yet, or None if the schema has no names.
+        """
+        arguments: dict[str, Any] = {}
+        while True:
+            yield from source.skip_space()
+            if (yield from source.accept(end)):
+                return arguments
+            if not (yield from source.accept(opening)):
+                return None
+            left = self.names - arguments.keys() if self.names else None
+            if (found := (yield from read_parameter(source, left))) is None:
+                return None
+            key, value = found
+            arguments[key] = self.convert_value(key, value)
 
     def types_and_values(self, key: str) -> tuple[frozenset[str], list[Any]]:
         """Return the types of a parameter (empty if any is allowed), and its values in `enum` or `const`."""
@@ -223,9 +238,8 @@ def _parse(parse: Callable[[str], Any], text: str) -> Any:
 
 
 def xml_calls_rule(lark: LarkBuilder, functions: dict[str, SchemaDocument], many: bool, tags: CallTags) -> str:
-    """Return the rule of one call, or of any number of them in lines of their own if `many`."""
-    call = lark.rule(" | ".join(_call_rule(lark, name, document, tags) for name, document in functions.items()))
-    return lark.rule(f"{call} ({lark.literal(chr(10))} {call})*") if many else call
+    call = " | ".join(_call_rule(lark, name, document, tags) for name, document in functions.items())
+    return calls_in_lines_rule(lark, call, many)
 
 
 def _call_rule(lark: LarkBuilder, name: str, document: SchemaDocument, tags: CallTags) -> str:
