@@ -195,9 +195,9 @@ def _all_items(subject: Subject, source: str) -> list[PromptItem]:
 
 
 def _answers_by_source(subject: Subject) -> dict[str, Answers]:
-    found = {}
+    found, pool = {}, pool_of_one(_policy_config(subject))
     for dataset in subject.training_rows:
-        if not pool_of_one(_policy_config(subject)).scores(dataset.source):
+        if not pool.scores(dataset.source):
             continue
         items = _items(subject, dataset.source, _N_PROMPTS)
         found[dataset.source] = Answers(items, *_texts(subject, items))

@@ -204,7 +204,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         prompt_masks: Sequence[Any] | None = None,
         value: TokenValue = "logprob",
     ) -> list[np.ndarray]:
-        """Return what `Trainer.score_logprobs` returns, as one float32 array per row."""
+        """Return the log-probability of each token, one float32 array per row. See `Trainer.score_logprobs`."""
         of_rows = {
             "routes": read_routes_to_score(routes, token_rows, self.info.routes, role),
             "prompt_masks": read_prompt_masks(prompt_masks, token_rows),

@@ -97,14 +97,14 @@ def read_results(folder: Path) -> dict[str, Result]:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             result = Result(**{**content, "run": LeagueRun(**content["run"])})
-            _check(result, path.relative_to(folder).as_posix())
+            _check_result(result, path.relative_to(folder).as_posix())
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ArenoError("{} is no result of the league: {}; remove it", path, error) from error
         found[result.run.file] = result
     return found
 
 
-def _check(result: Result, file: str) -> None:
+def _check_result(result: Result, file: str) -> None:
     """Raise an error if a result lacks what the tables read, or is in the file of another run."""
     if result.run.file != file:
         raise ValueError(f"it says that it is {result.run.file}")

@@ -159,7 +159,7 @@ class League:
         return not self.failed
 
     def _check_settings(self) -> None:
-        """Raise ConfigError if the user's settings are no settings of a base model, or of a recipe of the league."""
+        """Raise ConfigError if a base model or a recipe has no such setting as the user gave, or not such a value."""
         from areno.api import get_algorithm
         from areno.launch.compose import load
 
@@ -167,10 +167,11 @@ class League:
         runs = [LeagueRun(self.stages[0], name, CHOOSING_SEED, self.bed.rates[0]) for name in name_of.values()]
         tasks = dict.fromkeys(map(task_of, self.stages))
         for run in [*(LeagueRun("base", task, 1) for task in tasks if not self.has_base(task)), *runs]:
-            recipe, words = self._words(run)
+            recipe, words = self._command(run)
             load(get_algorithm(recipe).config, words[0].partition("=")[2], words[1:])
 
-    def _words(self, run: LeagueRun) -> tuple[str, list[str]]:
+    def _command(self, run: LeagueRun) -> tuple[str, list[str]]:
+        """Return the recipe of a run and the words of its command, with the user's settings."""
         recipe, words = self.runs.command(run)
         return recipe, [*words, *(self.base_settings if run.stage == "base" else self.settings)]
 
@@ -180,7 +181,7 @@ class League:
         return deadline is None or time.monotonic() + max(times, default=0.0) < deadline
 
     def _work(self, run: LeagueRun) -> functools.partial[tuple[float | None, str]]:
-        recipe, words = self._words(run)
+        recipe, words = self._command(run)
         print(f"runs: {shlex.join(['python', '-m', f'areno.recipes.{recipe}', *words])}", flush=True)
         about = {"size": self.size, "device": self._device, "at_once": self.parallel}
         if run.stage != "base":

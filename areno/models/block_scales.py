@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from areno.errors import CheckpointError
+from areno.models.config import shape_of_scales
 
 _MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the values of codes 0 to 7. Codes from 8 on are negative
 _MXFP4_BIAS = 127  # of the exponents
@@ -30,8 +31,7 @@ class BlockScaledSlice:
     def checked(name: str, codes: Any, scales: Tensor, size: tuple[int, int]) -> BlockScaledSlice:
         """Return the slice, or raise CheckpointError if codes and scales of the weight `name` do not fit together."""
         shape, dtype = codes.get_shape(), codes.get_dtype()
-        expected = tuple(-(-length // block) for length, block in zip(shape, size, strict=False))
-        fits = len(shape) == 2 and tuple(scales.shape) == expected and scales.is_floating_point()
+        fits = len(shape) == 2 and list(scales.shape) == shape_of_scales(shape, size) and scales.is_floating_point()
         if not fits or dtype != "F8_E4M3":
             text = (
                 f"{name} in FP8 is {dtype} {tuple(shape)} with scales {str(scales.dtype)[6:]} {tuple(scales.shape)}; "

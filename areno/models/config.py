@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -379,6 +379,10 @@ def fp8_block_size(values: Mapping[str, Any]) -> tuple[int, int] | None:
     if not is_fp8 or not isinstance(size, list) or len(size) != 2:
         return None
     return (size[0], size[1]) if all(isinstance(each, int) and each > 0 for each in size) else None
+
+
+def shape_of_scales(shape: Sequence[int], blocks: tuple[int, int]) -> list[int]:
+    return [-(-size // block) for size, block in zip(shape, blocks, strict=False)]
 
 
 def is_mxfp4(values: Mapping[str, Any]) -> bool:

@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from areno.errors import CheckpointError
-from areno.models.config import SCALES, Family, KeptTensor, StoredWeights, TransformerConfig, fp8_block_size
+from areno.models.config import (
+    SCALES,
+    Family,
+    KeptTensor,
+    StoredWeights,
+    TransformerConfig,
+    fp8_block_size,
+    shape_of_scales,
+)
 from areno.models.families import FAMILIES, unread_prefixes
 from areno.models.folder import join_first_names, weight_files
 
@@ -76,7 +84,7 @@ def _refuse_unscaled(folder: Path, copied: Mapping[str, Mapping[str, Any]], bloc
     wrong = []
     for name, header in copied.items():
         scales, shape = copied.get(f"{name}{SCALES}", {"shape": None})["shape"], header["shape"]
-        expected = [-(-size // block) for size, block in zip(shape, blocks, strict=False)]
+        expected = shape_of_scales(shape, blocks)
         if header["dtype"].startswith("F8") and not name.endswith(SCALES) and (len(shape) != 2 or scales != expected):
             wrong.append(name)
     if wrong:

@@ -92,7 +92,7 @@ def _functions_from_settings(config: RewardConfig) -> list[RewardFunction]:
 
 
 def _resolve_spec(config: RewardConfig, spec: str) -> str | Reward | EnvironmentPackage:
-    """Return an entry of reward.fn as a built-in reward with its settings, `absolute path:function` or environment."""
+    """Return what an entry of reward.fn names: a built-in reward, `absolute path:function` or an environment."""
     if spec in BUILT_IN_REWARDS:
         # A reward without settings has no section.
         return vars(config).get(spec, BUILT_IN_REWARDS[spec]()).prepare()

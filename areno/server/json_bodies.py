@@ -43,7 +43,10 @@ class RequestFields:
         self._taken.add(field)
         return self._values.get(field, default)
 
-    def _get(self, field: str, kind: Any, expected: str, is_valid: Callable[[Any], bool] = lambda value: True) -> Any:
+    def _checked(
+        self, field: str, kind: Any, expected: str, is_valid: Callable[[Any], bool] = lambda value: True
+    ) -> Any:
+        """Return a field, or None if it is absent. Raise an error that says what is `expected` of another value."""
         value = self.get(field)
         is_right = isinstance(value, kind) and isinstance(value, bool) == (kind is bool) and is_valid(value)
         if value is not None and not is_right:
@@ -52,30 +55,30 @@ class RequestFields:
 
     def number(self, field: str, minimum: float, maximum: float) -> float | None:
         expected = f"a number from {minimum:g} to {maximum:g} is expected"
-        value = self._get(field, int | float, expected, lambda value: minimum <= value <= maximum)
+        value = self._checked(field, int | float, expected, lambda value: minimum <= value <= maximum)
         return None if value is None else float(value)
 
     def integer(self, field: str, minimum: int, maximum: int) -> int | None:
         expected = f"a whole number from {minimum} to {maximum} is expected"
-        return self._get(field, int, expected, lambda value: minimum <= value <= maximum)
+        return self._checked(field, int, expected, lambda value: minimum <= value <= maximum)
 
     def flag(self, field: str, default: bool = False) -> bool:
-        value = self._get(field, bool, "true or false is expected")
+        value = self._checked(field, bool, "true or false is expected")
         return default if value is None else value
 
     def text(self, field: str) -> str | None:
-        value = self._get(field, str, "a string is expected")
+        value = self._checked(field, str, "a string is expected")
         if value is not None and (problem := json_value_problem(value)):
             raise invalid_field_error(self.path(field), problem)
         return value
 
     def choice(self, field: str, choices: Collection[str]) -> str | None:
         self.text(field)
-        return self._get(field, str, f"expected one of {', '.join(choices)}", lambda value: value in choices)
+        return self._checked(field, str, f"expected one of {', '.join(choices)}", lambda value: value in choices)
 
     def array(self, field: str, max_items: int) -> list[Any] | None:
         """Return a list whose elements are not checked."""
-        value = self._get(field, list, "a list is expected")
+        value = self._checked(field, list, "a list is expected")
         if value is not None and len(value) > max_items:
             raise invalid_field_error(self.path(field), f"has {len(value)} elements; at most {max_items} are allowed")
         return value

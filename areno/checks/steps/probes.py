@@ -116,10 +116,7 @@ def moved_points(run: WatchedRun) -> list[MovedPoint]:
 
 
 def _fresh(update: Update) -> list[TrainSequence]:
-    """Return the rows as given, without the old log-probabilities that an update stores, and without routes.
-
-    Routes are of the weights that sampled, and the formula chooses experts with those of the probe.
-    """
+    # Old log-probabilities are stored by updates. Routes are of the weights that sampled, and not of the probe.
     return [replace(row, old_logprobs=None, routes=None) for row in update.given]
 
 
