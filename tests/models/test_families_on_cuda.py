@@ -20,13 +20,14 @@ import transformers
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.engine.engine import Engine
 from areno.loss_fns import gspo_loss_fn, sft_loss_fn
+from areno.models.registry import load_config
 from areno.specs.engine import EngineSpec
 from areno.specs.rollout import RolloutSpec
 from areno.specs.update import UpdateSpec
 from areno.types import TrainSequence
 from tests.helpers import tiny_shape
 from tests.helpers.family_cases import CASES, SHAPE, TWO_ROPES
-from tests.helpers.moe_models import OSS
+from tests.helpers.moe_models import GLM, OSS
 from tests.helpers.tiny_engine import Outputs, request, spec, train_rows
 
 # Prompts that share blocks, within a window and beyond it, and completions that leave it.
@@ -46,6 +47,15 @@ WIDE = {
     "initializer_range": 0.03,
 }
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
+DELTA = {
+    "head_dim": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
 # As in the models of each family: the size of a head, how many query heads share a key head, and what is rotated.
 REAL: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3": (transformers.Qwen3Config, {"head_dim": 128}),
@@ -104,6 +114,32 @@ REAL: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "smollm3": (transformers.SmolLM3Config, {"num_hidden_layers": 4, "tie_word_embeddings": True}),
     "glm4": (transformers.Glm4Config, {"head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 2}),
+    "glm4 experts": (
+        transformers.Glm4MoeConfig,
+        {
+            **GLM,
+            "head_dim": 128,
+            "moe_intermediate_size": 704,
+            "num_hidden_layers": 3,
+            "first_k_dense_replace": 1,
+            "attention_bias": True,
+            "use_qk_norm": True,
+        },
+    ),
+    "qwen3.5": (transformers.Qwen3_5TextConfig, {**DELTA, "num_hidden_layers": 4}),
+    "qwen3.5 experts": (
+        transformers.Qwen3_5MoeTextConfig,
+        {
+            **DELTA,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_experts": 16,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "tie_word_embeddings": False,
+        },
+    ),
 }
 
 
@@ -134,10 +170,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     kind, extra = (CASES if tiny else REAL)[name]
     tiny_shape.random_model(kind(**{**(SHAPE if tiny else WIDE), **extra}), folder)
     return Model(folder, "cpu" if tiny else "cuda:0", TINY if tiny else REQUESTS)
-
-
-def has_experts(model: Model) -> bool:
-    return "num_experts_per_tok" in (model.folder / "config.json").read_text()
 
 
 def completions(lines: Iterator[Any], outputs: Outputs, requests: list[Any]) -> np.ndarray:
@@ -195,7 +227,7 @@ def test_a_family_agrees_with_transformers(model: Model, dtype: str) -> None:
 
 def test_rounding_makes_no_ratio(model: Model) -> None:
     """In bf16 and with unchanged weights, the ratio of every update of a batch is 1 to the bit."""
-    if has_experts(model):
+    if load_config(model.folder).experts is not None:
         pytest.skip("a router may choose other experts where two are nearly equal")
     frozen = OptimizerConfig(lr=1e-30, lr_scheduler_type="constant", warmup_steps_proportion=0.0)
     with Engine(model.spec("bfloat16", optimizer=frozen), "inline") as engine:
@@ -208,8 +240,9 @@ def test_rounding_makes_no_ratio(model: Model) -> None:
 
 
 def test_an_exact_engine_of_a_family(model: Model) -> None:
-    if model.device != "cpu" and has_experts(model):
-        pytest.skip("engine.exact has no experts on a GPU")
+    config = load_config(model.folder)
+    if config.delta is not None or (model.device != "cpu" and config.experts is not None):
+        pytest.skip("engine.exact has no recurrent states, and on a GPU no experts")
     dtype = "float32" if model.device == "cpu" else "bfloat16"
     with Engine(model.spec(dtype, exact=True, optimizer=None), "inline") as engine:
         outputs, rows = sample(engine, model)
