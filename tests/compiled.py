@@ -70,6 +70,7 @@ def compile_launches(capability: int) -> tuple[dict[str, int], list[str]]:
 
     from areno.engine import exact
     from areno.kernels import backend
+    from areno.kernels.fp8 import triton  # noqa: F401  # learns now that Triton itself is not interpreted
 
     driver.set_active(Gpu(capability))  # type: ignore[arg-type]
     backend.is_triton_interpreted = lambda: True  # Triton itself must not
@@ -89,6 +90,8 @@ def compile_launches(capability: int) -> tuple[dict[str, int], list[str]]:
                 raise MemoryError(f"{kib:.0f} KiB of shared memory, and there are {SHARED[capability]}: {kwargs}")
             if "_gluon_" in self.fn.__name__ and not kwargs.get("launch_pdl"):
                 raise ValueError("does not begin early")
+            if "fixed_order" in self.fn.__module__ and "kWidth = 4" in made.asm["ttgir"]:
+                raise ValueError("adds the products of FP8 keys and values in another order than training does")
             if "\t.loc\t" in made.asm["ptx"]:
                 raise ValueError("has line numbers of the source, which take a quarter of the time to compile")
         except Exception as error:
@@ -130,7 +133,8 @@ def launch_in_fp8(dtype: torch.dtype) -> None:
     fp8.transpose(codes)
     fp8.quantize_columns(x, 16)
     for heads, fixed_order in product((4, 8), (False, True)):
-        q, k, v, blocks, batch = make_case(heads, 2, 128, 64, dtype)
+        dim = 32 if fixed_order and heads == 4 else 128  # 32 rows of a product are too few for Hopper's instructions
+        q, k, v, blocks, batch = make_case(heads, 2, dim, 64, dtype)
         cache = torch.zeros(blocks.shape, dtype=torch.float8_e4m3fn)
         scales = torch.zeros(*blocks.shape[:2], 2, 64, dtype=torch.uint8)
         alone = replace(batch, prefix_groups_GR=None, fixed_order=fixed_order, pdl=True)

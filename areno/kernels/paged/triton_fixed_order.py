@@ -26,7 +26,7 @@ from areno.kernels.fixed_order.triton import (
     total_with_sink,
     with_contiguous_heads,
 )
-from areno.kernels.fp8.triton import decode, load_exponents, scales
+from areno.kernels.fp8.triton import _IS_INTERPRETED, decode, load_exponents, scales
 from areno.kernels.jit import kernel, load_masked, program_id_64
 from areno.kernels.paged.reference import PagedBatch
 from areno.kernels.paged.rows import as_bytes
@@ -294,7 +294,13 @@ def _attend_spans(
 
 @triton.jit
 def _dequantize(codes, exponent, dtype: tl.constexpr):
-    return (decode(codes, tl.float32) * scales(exponent)[:, None]).to(dtype)
+    x = (decode(codes, tl.float32) * scales(exponent)[:, None]).to(dtype)
+    if _IS_INTERPRETED or tl.float32 == dtype:
+        return x
+    else:
+        # Triton follows x back to its loads. Of bytes, it adds a product's terms in another order than training, which
+        # loads 16 bits (but not with Hopper's instructions). It does not look behind an instruction with effects.
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
 
 
 @triton.jit
