@@ -34,12 +34,12 @@ LORA = "actor.use_lora=true"
 @pytest.mark.parametrize(
     ("settings", "gib", "peak", "seconds"),
     [
-        ([QWEN3, *ON_ATTENTION], None, 94.57, (5.13, 4.58)),
-        ([QWEN3, LORA], None, 115.66, (5.84, 5.84)),
-        ([QWEN3_5, LORA], None, 123.47, (8.53, 8.44)),
-        ([QWEN3_5, LORA, "actor.lora_rank=16"], None, 122.81, (8.41, 6.97)),
-        ([QWEN3_5, LORA, "actor.optimizer.type=adam_8bit"], None, 124.23, (8.53, 7.34)),
-        (["actor.path=openai/gpt-oss-20b", LORA], 78.5, 69.02, (4.12, 5.06)),
+        ([QWEN3, *ON_ATTENTION], None, 94.57, (5.48, 4.91)),
+        ([QWEN3, LORA], None, 115.66, (6.05, 5.92)),
+        ([QWEN3_5, LORA], None, 123.47, (8.53, 8.34)),
+        ([QWEN3_5, LORA, "actor.lora_rank=16"], None, 122.81, (8.42, 6.82)),
+        ([QWEN3_5, LORA, "actor.optimizer.type=adam_8bit"], None, 124.23, (8.54, 7.28)),
+        (["actor.path=openai/gpt-oss-20b", LORA], 78.5, 69.02, (4.07, 4.98)),
         ([QWEN3, *ON_ATTENTION, "engine.tp_size=2"], None, 52.0, (3.3, None)),
     ],
     ids=[
