@@ -107,8 +107,21 @@ class MaxRL(AdvEstimator):
         return advantages_B
 
     def problems(self, config: Any) -> Iterator[Problem]:
-        if config.actor.reward_norm is not None:
+        actor, bias = config.actor, Key("actor.reward_bias")
+        if actor.reward_norm is not None:
             yield Problem("actor.reward_norm", "makes negative rewards, and {} is maxrl; set it to null", _KEY)
+        factor = actor.overlong_penalty_factor if actor.overlong_reward_penalty else None
+        if factor is not None and actor.reward_scaling > 0 and actor.reward_bias < factor:
+            text = "is true, which makes the reward of long wrong answers negative, and {} is maxrl; leave it out, or "
+            text += "raise {} to at least {} ({}), so that no reward of 0 or more becomes negative"
+            about = _KEY, bias, f"{factor:g}", Key("actor.overlong_penalty_factor")
+            yield Problem("actor.overlong_reward_penalty", text, *about)
+        if actor.reward_scaling < 0 and actor.reward_bias >= 0:
+            text = (
+                "is {:g}, which makes positive rewards negative, and {} is maxrl; set a positive number, or {} to at "
+            )
+            text += "most -1 times the largest reward"
+            yield Problem("actor.reward_scaling", text, actor.reward_scaling, _KEY, bias)
 
 
 @ADV_ESTIMATORS.register(

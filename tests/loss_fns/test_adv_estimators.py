@@ -14,6 +14,7 @@ from areno.errors import ConfigError
 from areno.launch.compose import load
 from areno.loss_fns import DataPack, grpo_loss_fn
 from areno.loss_fns.adv_estimators import GDPO, OTB, REAL, MaxRL
+from areno.loss_fns.advantages import shape_rewards
 from areno.recipes.grpo import GRPOConfig
 from areno.recipes.gspo import GSPOConfig
 
@@ -115,6 +116,9 @@ def test_a_part_that_a_step_lacks_ends_no_run(caplog: pytest.LogCaptureFixture) 
     assert [record.getMessage() for record in caplog.records] == [expected]
 
 
+OVERLONG = ["actor.overlong_reward_penalty=true", "actor.overlong_tokens=4", "actor.overlong_penalty_factor=0.8"]
+
+
 @pytest.mark.parametrize("recipe", [GRPOConfig, GSPOConfig])
 @pytest.mark.parametrize(
     ("settings", "problems"),
@@ -122,6 +126,19 @@ def test_a_part_that_a_step_lacks_ends_no_run(caplog: pytest.LogCaptureFixture) 
         (["variant=maxrl", "actor.adv_norm.std_level=null"], ["actor.adv_norm: is set, but adv_estimator=maxrl"]),
         (["variant=maxrl", "actor.adv_norm=null"], ["actor.adv_norm: is set"]),
         (["variant=maxrl", "+actor.reward_norm.mean_level=batch"], ["actor.reward_norm: makes negative rewards"]),
+        (
+            ["variant=maxrl", *OVERLONG, "actor.reward_bias=0.5", "+actor.reward_norm.mean_level=batch"],
+            [
+                "actor.reward_norm: makes negative rewards",
+                "actor.overlong_reward_penalty: is true, which makes the reward of long wrong answers negative, and "
+                "actor.adv_estimator is maxrl; leave it out, or raise actor.reward_bias to at least 0.8 "
+                "(actor.overlong_penalty_factor)",
+            ],
+        ),
+        (
+            ["variant=maxrl", "actor.reward_scaling=-1.0"],
+            ["actor.reward_scaling: is -1, which makes positive rewards negative, and actor.adv_estimator is maxrl"],
+        ),
         (["variant=maxrl", "actor.gdpo.eps=0.1"], ["set actor.adv_estimator to gdpo"]),
         (
             ["variant=gdpo", "actor.reward_clip=1.0", "actor.reward_bias=1.0"],
@@ -152,6 +169,17 @@ def test_settings_that_an_estimator_honours():
     assert (
         load(GSPOConfig, "quickstart", ["variant=maxrl", "actor.overlong_tokens=null"]).actor.adv_estimator == "maxrl"
     )
+
+
+@pytest.mark.parametrize(
+    "settings", [[*OVERLONG, "actor.reward_bias=0.8"], ["actor.reward_scaling=-1.0", "actor.reward_bias=-1.0"]]
+)
+def test_maxrl_takes_what_keeps_rewards_positive(settings):
+    """A penalty below the shift, and a cost of 0 to 1 that becomes a reward of 1 to 0."""
+    actor = load(GRPOConfig, "quickstart", ["variant=maxrl", *settings]).actor
+    penalty = np.array([0.0, -0.8 if actor.overlong_reward_penalty else 0.0])
+    rewards = np.array([1.0, 0.0]) + penalty
+    assert (shape_rewards(rewards, actor.reward_bias, actor.reward_scaling) >= 0).all()
 
 
 def test_otb():
