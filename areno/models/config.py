@@ -99,7 +99,8 @@ class TransformerConfig:
         within: The class of the image-text model, if transformers builds one from this folder. peft then uses its
             tensor names. Otherwise empty.
         float32: Tensors of a layer that are float32 whatever the dtype of the model, such as "linear_attn.A_log". Those
-            of the family's `float32` that the weight files store so, or all of these without weight files.
+            of the family's `float32` that the weight files store so, or in float16 or float64, or all of these without
+            weight files.
         stored: What the weight files of the folder hold. None without weight files, and for families of which it is
             never read.
         unread_layers: Number of layers in the weight files, after all others, that are not used: they predict further

@@ -59,6 +59,19 @@ def test_float32_among_bf16_is_loaded_and_saved_as_it_is_stored(wide: tuple[str,
     assert_same_files(tmp_path / "out", stored)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_other_dtypes_than_bf16_become_float32(dtype: torch.dtype, tmp_path: Path) -> None:
+    """No number is rounded to bfloat16, in silence or not."""
+    random_model("qwen3.5-tied", tmp_path / "in")
+    stored = in_mixed_dtypes(tmp_path / "in")
+    wide = {name: each.to(dtype) for name, each in stored.items() if name.endswith(FLOAT32)}
+    rewrite(tmp_path / "in", stored | wide)
+    model = load_bf16(tmp_path / "in")
+    assert model.config.float32 == FLOAT32
+    save_weights(model, tmp_path / "out")
+    assert_same_files(tmp_path / "out", stored | {name: each.float() for name, each in wide.items()})
+
+
 def test_the_rule_is_that_of_float64(tmp_path: Path) -> None:
     """With the rates and the norm of the files, which rounding to bfloat16 would move far beyond other rounding."""
     random_model("qwen3.5-tied", tmp_path)
