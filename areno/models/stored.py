@@ -65,7 +65,8 @@ def _stored_weights(
     kept = {
         name: KeptTensor(tuple(header["shape"]), _n_bytes(header), blocks is not None and f"{name}{SCALES}" in headers)
         for name, header in headers.items()
-        if name.startswith(unread) and not (blocks is not None and name.endswith(SCALES))
+        # transformers writes matrices of a shared expert with no rows or columns.
+        if 0 in header["shape"] or (name.startswith(unread) and not (blocks is not None and name.endswith(SCALES)))
     }
     return StoredWeights(
         folder=folder.absolute(),

@@ -357,9 +357,10 @@ def _is_harmless(name: str, model: Transformer) -> bool:
     """Return whether a tensor in the files may be ignored if the model has no parameter for it.
 
     This holds for scales of weights in FP8, tables of rotary positions, the copy of a tied head, the LM head of a model
-    that becomes a critic, and tensors that areno does not use.
+    that becomes a critic, and tensors that areno does not use, or that hold no number.
     """
     is_unread = name.startswith(unread_prefixes(model.config))
+    is_unread |= model.config.stored is not None and name in model.config.stored.kept
     is_scale = name.endswith(f".weight{SCALES}") and fp8_block_size(model.config.hf) is not None
     is_scale |= name.endswith(MXFP4_SCALES) and is_mxfp4(model.config.hf)
     is_copy = model.head is None and name == "lm_head.weight"

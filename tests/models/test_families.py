@@ -280,7 +280,7 @@ WRONG = [
         "topk_group is 2.*enough groups of 4 experts",
     ),
     ("glm4-experts", {"first_k_dense_replace": 3}, "first_k_dense_replace is 3.*fewer than num_hidden_layers=3"),
-    ("glm4-experts", {"n_shared_experts": 0}, "n_shared_experts is 0, expected int, at least 1"),
+    ("glm4-experts", {"n_shared_experts": -1}, "n_shared_experts is -1, expected int, at least 0"),
     ("glm4-experts", {"kv_lora_rank": 16}, "kv_lora_rank is 16, a field that areno"),
     ("gpt-oss-experts", {"swiglu_limit": 0.0}, "swiglu_limit is 0.0, expected float, more than 0"),
     ("gpt-oss-experts", {"layer_types": ["chunked_attention"] * 3}, "'full_attention' or 'sliding_attention'"),

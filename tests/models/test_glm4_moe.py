@@ -17,12 +17,13 @@ from areno.models.known_shapes import published_config
 from areno.models.parameters import n_active_body_parameters, n_parameters
 from areno.models.registry import build_model, load_config, parse_config
 from areno.models.weights import check_weights, load_weights
-from tests.helpers.family_cases import random_model
-from tests.helpers.lora_models import engine_of
+from tests.helpers.family_cases import logits_of, random_model
+from tests.helpers.lora_models import ROWS, apart, engine_of, train
 from tests.helpers.processes import worker_of
 from tests.helpers.published import assert_same_files, in_mixed_dtypes, rewrite
 from tests.helpers.saving import save_weights
-from tests.helpers.two_ranks import load
+from tests.helpers.tiny_engine import scored
+from tests.helpers.two_ranks import assert_gradients, load, packed, random_rows
 
 BIAS = "mlp.gate.e_score_correction_bias"
 
@@ -87,6 +88,46 @@ def test_weights_from_scratch_have_a_bias_of_zero(tmp_path: Path) -> None:
     random_model("glm4-experts", tmp_path)
     with engine_of(tmp_path, None, random_init=True) as engine:
         assert not worker_of(engine).actor.layers[1].mlp.router.e_score_correction_bias.any()
+
+
+@pytest.mark.parametrize("case", ["glm4-experts", "glm4-tied-experts"])
+def test_layers_without_a_shared_expert(case: str, tmp_path: Path) -> None:
+    """transformers stores one of no size, which is saved again."""
+    reference = random_model(case, tmp_path / "in", n_shared_experts=0)
+    reference.set_experts_implementation("eager")
+    stored = load_file(tmp_path / "in/model.safetensors")
+    assert stored["model.layers.2.mlp.shared_experts.down_proj.weight"].shape == (32, 0)
+    model, rows = load(tmp_path / "in"), random_rows(101)
+    assert "tensors in 1 file" in check_weights(model, tmp_path / "in")
+    assert sum(parameter.numel() for parameter in model.parameters()) == n_parameters(model.config)
+    logits, expected = model.logits(model(*packed(rows))), logits_of(reference, rows)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    save_weights(model, tmp_path / "out")
+    assert_same_files(tmp_path / "out", stored)
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2)) / 10
+    (logits * weights).sum().backward()
+    (expected * weights).sum().backward()
+    assert "model.layers.2.mlp.experts.11.down_proj.weight" in assert_gradients(model, reference, 1e-4)
+
+
+def test_layers_without_a_shared_expert_train(tmp_path: Path) -> None:
+    random_model("glm4-experts", tmp_path / "in", n_shared_experts=0)
+    with engine_of(tmp_path / "in", None) as engine:
+        before = scored(engine, "actor", ROWS)
+        train(engine)
+        found = scored(engine, "actor", ROWS)
+        engine.save(str(tmp_path / "out"))
+    assert apart(before, found) > 0.1
+    with engine_of(tmp_path / "out", None) as again:
+        assert apart(scored(again, "actor", ROWS), found) < 1e-5
+
+
+def test_a_shared_expert_of_which_the_config_says_nothing_is_named(tmp_path: Path) -> None:
+    random_model("glm4-experts", tmp_path)
+    rewrite(tmp_path, load_file(tmp_path / "model.safetensors"), n_shared_experts=0)
+    with pytest.raises(CheckpointError, match=r"hold .*shared_experts\.down_proj.*config.json has no place for"):
+        load(tmp_path)
 
 
 def test_the_choice_is_by_groups_and_statistics_are_shares(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def glm4_moe(rng: random.Random) -> Any:
         use_qk_norm=rng.random() < 0.5,
         moe_intermediate_size=rng.choice((20, 36)),
         n_routed_experts=n_experts,
-        n_shared_experts=rng.choice((1, 2)),
+        n_shared_experts=rng.choice((0, 1, 2)),
         num_experts_per_tok=n_chosen,
         n_group=n_groups,
         topk_group=top_groups,
@@ -232,7 +232,11 @@ def _gradients(model: Any) -> dict[str, Tensor]:
 
 def _largest_share(found: dict[str, Tensor], right: dict[str, Tensor]) -> float:
     """The largest difference from the gradients `right`, as a share of the tensor's largest."""
-    return max(_apart(found[name], each) / each.abs().max().clamp_min(1e-3).item() for name, each in right.items())
+    return max(
+        _apart(found[name], each) / each.abs().max().clamp_min(1e-3).item()
+        for name, each in right.items()
+        if each.numel()
+    )
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -7,7 +7,7 @@ weights add up to 1, beside a gated shared expert.
 
 In GLM-4.5 to 4.7, the score of an expert is a sigmoid (Wang et al. 2024, arXiv 2408.15664). A bias, which pretraining
 has set to balance the experts, changes which of them are chosen, but not their weights. The first layers have a plain
-MLP, the others a shared expert without a gate.
+MLP, the others a shared expert without a gate, if `n_shared_experts` is not 0.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def read_glm4_moe(raw: RawConfig) -> TransformerConfig:
         n_groups=raw.get("n_group", int, 1, ge=1),
         top_groups=raw.get("topk_group", int, 1, ge=1),
         scale=raw.get("routed_scaling_factor", float, 1.0),
-        shared_size=inner_size * raw.get("n_shared_experts", int, 1, ge=1),
+        shared_size=inner_size * raw.get("n_shared_experts", int, 1, ge=0),
         shared_field="moe_intermediate_size",
         dense_layers=frozenset(range(min(n_dense, config.num_layers))),
     )
