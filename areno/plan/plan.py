@@ -196,16 +196,21 @@ def engine_problems(
             yield Problem("actor.routing_replay", f"is true, {text}set it to false")
         if actor.router_aux_loss_coef:
             yield Problem("actor.router_aux_loss_coef", f"is {actor.router_aux_loss_coef}, {text}set it to 0")
-    elif exact and device.startswith("cuda"):
-        text = "is true, but the products of a model with experts have no fixed order on CUDA; set it to false"
-        yield Problem("engine.exact", text)
     if actor.fp8 is not None:
         yield from fp8_problems(model, actor.fp8)
         if exact and actor.fp8.rounds_inputs and device.startswith("cuda"):
             yield from _emulated_problems(actor, model, layout)
-    if exact and model.delta is not None:
-        text = "is true, but training and decoding compute the recurrent states of this model in different orders; "
-        yield Problem("engine.exact", f"{text}set it to false")
+    if exact and (reason := no_exact(model, device)):
+        yield Problem("engine.exact", f"is true, but {reason}; set it to false")
+
+
+def no_exact(model: TransformerConfig, device: str) -> str:
+    """Return why a model cannot have `engine.exact` on a device, or an empty text if it can."""
+    if model.delta is not None:
+        return "training and decoding compute the recurrent states of this model in different orders"
+    if model.experts is not None and device.startswith("cuda"):
+        return "the products of a model with experts have no fixed order on CUDA"
+    return ""
 
 
 def fp8_unit_problems(config: ExperimentConfig, hardware: Hardware) -> Iterator[Problem]:

@@ -210,7 +210,19 @@ def test_a_run_says_so_and_recommends_exact(folder: Path, caplog: pytest.LogCapt
             log_model(engine)
         assert sum("keys and values: rounded to FP8" in text for text in caplog.messages) == 1
         told = [each.message for each in caplog.records if each.levelno == logging.WARNING]
-        assert sum("rollout.kv_cache_dtype=fp8 without engine.exact" in text for text in told) == n_warnings
+        found = [text for text in told if "rollout.kv_cache_dtype=fp8 without engine.exact" in text]
+        assert len(found) == n_warnings
+        assert all(text.endswith("set engine.exact=true") for text in found)
+
+
+def test_a_run_recommends_no_exact_to_a_model_that_cannot_have_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, _ = shape_folder("tiny-qwen3.5", tmp_path)
+    with Engine(spec(path, fp8_kv=True), "inline") as engine, caplog.at_level(logging.WARNING, "areno"):
+        log_model(engine)
+    [text] = caplog.messages
+    assert text.endswith("log-probabilities differ more; watch train/logp_abs_diff_mean")
 
 
 @pytest.mark.gpu

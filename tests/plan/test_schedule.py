@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 import areno
+from areno.bench.work import model_folder as shape_folder
 from areno.config.models import OptimizerConfig
 from areno.engine.train.learning_rate import DECAY_STEPS, learning_rate
 from areno.errors import ConfigError
@@ -69,13 +71,18 @@ def test_settings_without_effect_on_the_devices_of_a_run() -> None:
     assert told("cpu") == []
 
 
-def test_fp8_without_exact_log_probabilities() -> None:
-    def told(*settings: str) -> list[str]:
+def test_fp8_without_exact_log_probabilities(tmp_path: Path) -> None:
+    """With recurrent states, for which `engine.exact` is an error, it is not recommended."""
+
+    def told(*settings: str, shape: str = "tiny") -> list[str]:
         config = load(GSPOConfig, "quickstart", ["actor.fp8_config.mode=e4m3", *settings])
-        return list(device_warnings(config, EngineSpec(actor=RoleSpec(path=""), devices=["cpu"], dtype="bfloat16")))
+        actor = RoleSpec(path=str(shape_folder(shape, tmp_path / shape)[0]))
+        return list(device_warnings(config, EngineSpec(actor=actor, devices=["cpu"], dtype="bfloat16")))
 
     [text] = told()
     assert text.startswith("linear layers compute in FP8 without engine.exact, so rollout and training differ more")
+    assert text.endswith("set engine.exact=true")
+    assert told(shape="tiny-qwen3.5")[0].endswith("watch train/logp_abs_diff_mean")
     assert told("engine.exact=true") == told("actor.fp8_config.mode=disabled") == []
 
 
