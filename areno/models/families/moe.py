@@ -89,6 +89,7 @@ def read_glm4_moe(raw: RawConfig) -> TransformerConfig:
     inner_size = raw.get("moe_intermediate_size", int, 1408, ge=1)
     if n_dense >= config.num_layers:
         raw.add_unsupported("first_k_dense_replace", f"fewer than num_hidden_layers={config.num_layers}")
+    n_problems = len(raw.problems)
     experts = read_experts(
         raw,
         ("n_routed_experts", "num_local_experts"),
@@ -102,7 +103,8 @@ def read_glm4_moe(raw: RawConfig) -> TransformerConfig:
         shared_field="moe_intermediate_size",
         dense_layers=frozenset(range(min(n_dense, config.num_layers))),
     )
-    _check_groups(raw, experts)
+    if len(raw.problems) == n_problems:
+        _check_groups(raw, experts)
     return replace(
         config,
         qkv_bias=raw.get("attention_bias", bool, False),
@@ -127,11 +129,13 @@ def _check_groups(raw: RawConfig, experts: MoEConfig) -> None:
 def read_experts(raw: RawConfig, fields: tuple[str, str], **more: Any) -> MoEConfig:
     """Read the experts. `fields`: two possible names of the number of experts. `more`: other fields of `MoEConfig`."""
     given = [field for field in fields if raw.values.get(field) is not None] or [fields[0]]
+    n_problems = len(raw.problems)
     n_experts = raw.get(given[0], int, ge=1, le=2**15 - 1)
+    is_valid = len(raw.problems) == n_problems
     if len(given) == 2 and raw.get(given[1], int, ge=1) != n_experts:
         raw.add_problem(f"{given[1]} is {raw.values[given[1]]}, and {given[0]} is {n_experts}; expected one number")
     top_k = raw.get("num_experts_per_tok", int, ge=1)
-    if top_k > n_experts:
+    if top_k > n_experts and is_valid:
         raw.add_unsupported("num_experts_per_tok", f"at most {given[0]}={n_experts}")
     return MoEConfig(n_experts=n_experts, top_k=top_k, field=given[0], **more)
 
