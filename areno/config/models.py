@@ -82,8 +82,8 @@ class UpdatedModelConfig(Section):
     )
     init_from_scratch: bool = setting(
         False,
-        help="Start this model from random weights (by seed) with the architecture in config.json of path. Other "
-        "models still load theirs",
+        help="Start this model from random weights (by seed) with the architecture and the initializer_range in "
+        "config.json of path; with experts, some are larger or smaller. Other models still load theirs",
         on_resume=NEVER,
         read_by_rollout=True,
     )
