@@ -243,7 +243,8 @@ def _conditions(groups: Groups) -> str:
     before = [one.before["accuracy"] for one in results if one.before]
     base = f"; base model {statistics.fmean(before):.3f}" if before else ""
     smallest = resolution(groups)
-    resolved = "" if math.isnan(smallest) else f"; differences below {smallest:.3f} are ties"
+    unknown = "no places, because the spread of two seeds or more decides what is a tie"
+    resolved = f"; {unknown if math.isnan(smallest) else f'differences below {smallest:.3f} are ties'}"
     return f"{len(results)} runs of {len(groups)} algorithms on {devices}, {at_once} at once{base}{resolved}"
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from areno.errors import ArenoError, ConfigError, Problem
 from areno.files.interrupts import Terminated
 from areno.league.results import CONTROLS, LeagueRun, Result, best_rate, by_name, read_results
-from areno.league.runs import LeagueRuns, digest, task_of
+from areno.league.runs import LeagueRuns, as_values, digest, task_of
 
 BEST = {"arithmetic": 8, "staleness": 6}  # number of algorithms that a stage has
 AGES = (2, 8)
@@ -127,6 +127,7 @@ class League:
         """Make the runs, several at a time. Return whether none failed. With `seconds`, end after this time."""
         from areno.launch.side_by_side import ParallelJobs
 
+        self._check_stages()
         if self.settings or self.base_settings:
             self._check_settings()
         self.output.mkdir(parents=True, exist_ok=True)
@@ -158,11 +159,29 @@ class League:
             print("no run is missing that earlier stages allow, or there is no time for one", flush=True)
         return not self.failed
 
+    def _check_stages(self) -> None:
+        """Raise ConfigError if a stage needs results that are not there and that no stage of this league makes."""
+        tried = [LeagueRun("rates", name, CHOOSING_SEED, rate) for name in self.choosing() for rate in self.bed.rates]
+        names = [name for name in self.names if name not in CONTROLS]
+        played = [LeagueRun("countdown", name, seed) for name in names for seed in self.seeds]
+        for stage in self.stages:
+            if stage in BEST and not names and "countdown" not in self.stages:
+                text = "has controls alone, and {} is for the best of the others; name one"
+                raise ConfigError(Problem("--only", text, stage))
+            needed = [*(tried if stage != "rates" else ()), *(played if stage in BEST else ())]
+            for run in needed:
+                if run.stage not in self.stages and run.file not in self.results:
+                    text = "{} needs the results of the stage {}, and {} lacks some, such as {}; add this stage"
+                    raise ConfigError(Problem("--stage", text, stage, run.stage, self.rows, run.file))
+
     def _check_settings(self) -> None:
         """Raise ConfigError if a base model or a recipe has no such setting as the user gave, or not such a value."""
         from areno.api import get_algorithm
         from areno.launch.compose import load
 
+        if "staleness" in self.stages and (key := "train_dataset.batch_size") in as_values(self.settings):
+            text = "is set, but the stage staleness samples ahead by batches of {}; leave it out, or this stage (--stage)"
+            raise ConfigError(Problem(key, text, self.bed.batch[0]))
         name_of = {self.contenders[name].recipe: name for name in self.names}
         runs = [LeagueRun(self.stages[0], name, CHOOSING_SEED, self.bed.rates[0]) for name in name_of.values()]
         tasks = dict.fromkeys(map(task_of, self.stages))

@@ -147,6 +147,30 @@ def test_runs_that_would_not_end_in_time_do_not_start(tmp_path: Path, capsys: py
     assert "there is no time for one" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("stages", "names", "made", "message"),
+    [
+        ("countdown", "grpo", (), "--stage: countdown needs the results of the stage rates, .* rates/grpo-lr1e-4-s100"),
+        ("arithmetic", "random_reward", (), "--only: has controls alone, and arithmetic is for the best of the others"),
+        ("rates,staleness", "grpo", (), "--stage: staleness needs the results of the stage countdown, .*/grpo-s1.json"),
+        ("arithmetic", "grpo", ("rates", "s1"), "--stage: arithmetic needs .* stage countdown, .*countdown/grpo-s2"),
+        ("countdown", "grpo,cispo", ("rates",), "--stage: countdown needs .* stage rates, .* rates/cispo-lr1e-4-s100"),
+    ],
+)
+def test_a_stage_whose_results_are_missing_makes_no_base_model(
+    stages: str, names: str, made: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "rates" in made:
+        for lr in RATES:
+            result("rates", "grpo", CHOOSING_SEED, 0.1, lr).write(tmp_path / "rows")
+    if "s1" in made:
+        result("countdown", "grpo", 1, 0.1, RATES[0]).write(tmp_path / "rows")
+    words = ["reproduce", "league", "--size=cpu", f"--stage={stages}", f"--only={names}"]
+    assert main([*words, f"--rows={tmp_path / 'rows'}", "-o", str(tmp_path / "out")]) == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
 def test_results_of_another_size_or_base_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result("rates", "grpo", 1, 0.1, size="gpu").write(tmp_path / "results")
     with pytest.raises(Exception, match=r"holds results of the size gpu; use another folder, or --size gpu"):
@@ -251,6 +275,12 @@ def test_ties_share_a_place() -> None:
     assert places(equal, resolution(equal)) == {"a": "1=", "b": "1="}
 
 
+def test_one_seed_gives_no_places_and_says_why() -> None:
+    told = results.tables([result("countdown", name, 1, 0.2) for name in ("grpo", "cispo")], 0.25)
+    assert "2 at once; no places, because the spread of two seeds or more decides what is a tie\n" in told
+    assert told.count("| ? |") == 2
+
+
 def test_an_algorithm_that_diverges_has_no_place() -> None:
     groups = _with_spread({name: 0.4 - 0.03 * number for number, name in enumerate("abcdefgh")})
     groups["i"] = [result("countdown", "i", seed, rate) for seed, rate in enumerate((0.0, 0.01, 0.3))]
@@ -312,6 +342,7 @@ def test_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["league", f"--rows={__file__}"], "--rows: .*/test_league.py is a file; name a folder"),
         (["league", "--only=grpo", "gconfig.tempreature=1"], "gconfig.tempreature: unknown key"),
+        (["league", "--only=grpo", "train_dataset.batch_size=4"], "train_dataset.batch_size: is set, but the stage stal"),
         (["league", "--base=gconfig.n_samples=2"], "gconfig.*: unknown key"),
         (["league", "--seeds=,"], "--seeds: is ','; numbers from 1 with commas are expected"),
         (["league", "--seeds=1,2,1"], "--seeds: names 1 more than once"),
