@@ -180,7 +180,9 @@ class League:
         from areno.launch.compose import load
 
         if "staleness" in self.stages and (key := "train_dataset.batch_size") in as_values(self.settings):
-            text = "is set, but the stage staleness samples ahead by batches of {}; leave it out, or this stage (--stage)"
+            text = (
+                "is set, but the stage staleness samples ahead by batches of {}; leave it out, or this stage (--stage)"
+            )
             raise ConfigError(Problem(key, text, self.bed.batch[0]))
         name_of = {self.contenders[name].recipe: name for name in self.names}
         runs = [LeagueRun(self.stages[0], name, CHOOSING_SEED, self.bed.rates[0]) for name in name_of.values()]

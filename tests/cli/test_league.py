@@ -342,7 +342,7 @@ def test_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["league", f"--rows={__file__}"], "--rows: .*/test_league.py is a file; name a folder"),
         (["league", "--only=grpo", "gconfig.tempreature=1"], "gconfig.tempreature: unknown key"),
-        (["league", "--only=grpo", "train_dataset.batch_size=4"], "train_dataset.batch_size: is set, but the stage stal"),
+        (["league", "--only=grpo", "train_dataset.batch_size=4"], "train_dataset.batch_size: is set, but the stage st"),
         (["league", "--base=gconfig.n_samples=2"], "gconfig.*: unknown key"),
         (["league", "--seeds=,"], "--seeds: is ','; numbers from 1 with commas are expected"),
         (["league", "--seeds=1,2,1"], "--seeds: names 1 more than once"),
