@@ -14,7 +14,7 @@ from typing import Any
 from areno.errors import ConfigError, Problem, did_you_mean
 from areno.league.results import picture, read_results, tables
 from areno.league.runs import STAGES, UPDATES, LeagueRuns, contenders, keys_of_algorithms
-from areno.league.schedule import League
+from areno.league.schedule import CHOOSING_SEED, League
 
 _OF_UPDATES = f": each batch has {UPDATES} updates, because with one, many of the algorithms are the same"
 FIXED = {
@@ -85,9 +85,10 @@ def _check_arguments(arguments: argparse.Namespace, size: str, output: Path, pro
     stages = _names("--stage", arguments.stage, STAGES, problems)
     names = _names("--only", arguments.only, list(contenders(size)), problems, list(contenders("gpu")))
     seed_words = _words("1,2,3" if arguments.seeds is None else arguments.seeds)
-    seeds = [int(word) for word in seed_words if word.isdecimal() and int(word)]
+    seeds = [int(word) for word in seed_words if word.isdecimal() and 0 < int(word) < CHOOSING_SEED]
     if not seeds or len(seeds) != len(seed_words):
-        problems.append(Problem("--seeds", "is {!r}; numbers from 1 with commas are expected", arguments.seeds))
+        text = "is {!r}; numbers from 1 to {} with commas are expected, because {} chooses the learning rates"
+        problems.append(Problem("--seeds", text, arguments.seeds, CHOOSING_SEED - 1, CHOOSING_SEED))
     problems += _repeated("--seeds", seeds)
     for option, value in (("--parallel", arguments.parallel), ("--for", arguments.seconds)):
         if value is not None and value <= 0 and not arguments.tables:

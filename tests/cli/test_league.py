@@ -329,7 +329,7 @@ def test_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["league", "--only=cisp"], "--only: there is no 'cisp'; did you mean cispo?"),
         (["league", "--stage=all"], "--stage: there is no 'all'; there are rates, countdown, arithmetic, staleness"),
-        (["league", "--seeds=1,x"], "--seeds: is '1,x'; numbers from 1 with commas are expected"),
+        (["league", "--seeds=1,x"], "--seeds: is '1,x'; numbers from 1 to 99 with commas are expected"),
         (["league", "--parallel=0"], "--parallel: is 0; a number above 0 is expected"),
         (["league", "--tables", "--rows=none"], "--tables: there is no folder .*/none; name it with --rows"),
         (
@@ -344,7 +344,11 @@ def test_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["league", "--only=grpo", "gconfig.tempreature=1"], "gconfig.tempreature: unknown key"),
         (["league", "--only=grpo", "train_dataset.batch_size=4"], "train_dataset.batch_size: is set, but the stage st"),
         (["league", "--base=gconfig.n_samples=2"], "gconfig.*: unknown key"),
-        (["league", "--seeds=,"], "--seeds: is ','; numbers from 1 with commas are expected"),
+        (["league", "--seeds=,"], "--seeds: is ','; numbers from 1 to 99 with commas are expected"),
+        (
+            ["league", "--seeds=1,100"],
+            "--seeds: is '1,100'; numbers from 1 to 99 .*, because 100 chooses the learning rates",
+        ),
         (["league", "--seeds=1,2,1"], "--seeds: names 1 more than once"),
         (["league", "--stage=,"], "--stage: is ','; names with commas are expected, such as rates"),
         (["league", "--only=,"], "--only: is ','; names with commas are expected, such as grpo"),
