@@ -212,19 +212,19 @@ def launch_alone(dtype: torch.dtype, capability: int) -> None:
         few_rows.n_multiprocessors = gluon_few_rows.n_multiprocessors = lambda _: 132
         for has_gluon in {False, capability == 90 and jit.HAS_GLUON}:
             jit.can_run_gluon = lambda *_, found=has_gluon: found
-            sizes = [(1024, 1024), (1024, 3072)] if has_gluon else [(96, 128), (50, 100)]
-            for n_rows, size in product((4, 64), sizes):
+            sizes = product((4, 64), [(1024, 1024), (1024, 3072)]) if has_gluon else [(4, (50, 100)), (64, (96, 128))]
+            for n_rows, size in sizes:
                 x, weight = torch.zeros(n_rows, size[1], dtype=dtype), torch.zeros(size, dtype=dtype)
                 few_rows.few_rows_matmul(x, weight, weight[:, 0].contiguous())
                 few_rows.partial_products(x, weight)
                 for gelu in (False, True):
                     few_rows.gated_product(x, weight, gelu)
-            for size, dim in product((1, 2), (64, 128)):
+            for size, dim in ((1, 64), (2, 128)):
                 *qkv, blocks, batch = make_case(2 * size, 2, dim, 32, dtype)
                 alone = replace(batch, prefix_groups_GR=None)
                 with mock.patch.object(jit, "pdl_options", return_value={"PDL": True, "launch_pdl": True}):
-                    # Any three of the four meet in all their forms.
-                    for of_groups, reads_early in ((batch, size * 64 == dim), (alone, size * 64 != dim)):
+                    # Any two of groups, early reads and size meet in all their forms.
+                    for of_groups, reads_early in ((batch, size == 1), (alone, size == 2)):
                         decode_attention(*qkv, blocks, replace(of_groups, pdl=True, reads_early=reads_early))
     choose_experts(torch.zeros(16, 128), 8, True, torch.zeros(128), 2.5)
     chosen, weights = choose_experts(torch.zeros(16, 32), 4, True)
