@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
-import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from areno.recipes.grpo import GRPOConfig
 from areno.tracking.reader import RunReader
 from areno.trainers.rows import outcome_advantages
 from areno.types import TrainSequence
+from tests.helpers import warm_python
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -108,9 +110,22 @@ def test_the_page_has_the_bands() -> None:
             assert f"| `{name}` | {size} | {cells[0]} | {cells[1]} | {bands.factor:g} |" in page
 
 
+@pytest.fixture
+def warm_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runs have processes of their own that import nothing anew."""
+
+    def run(command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
+        done = warm_python.commands().run(command[1:], Path.cwd(), os.environ, timeout=900)
+        os.write(1, done.stdout.encode())
+        os.write(2, done.stderr.encode())
+        return done
+
+    monkeypatch.setattr("areno.cli.reproduce.subprocess", SimpleNamespace(run=run))
+
+
 @pytest.mark.slow
 def test_two_runs_and_their_verdict(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    warm_runs: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A base model of one step solves nothing: the verdict is no. A second start repeats no run."""
     monkeypatch.chdir(tmp_path)
@@ -146,7 +161,7 @@ def test_a_failed_run_ends_the_command(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_cpu_learns_countdown_from_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_learns_countdown_from_nothing(warm_runs: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["reproduce", "countdown", "--size=cpu", "-o", "run"]) == 0
 
@@ -192,8 +207,9 @@ def test_a_control_has_fp8_in_the_rollout_alone(tmp_path: Path) -> None:
         place = [f"cluster.fileroot={tmp_path}", f"trial_name={name}", "experiment_name=x", "valid_dataset=null"]
         model = ["actor.path=examples/countdown/model_cpu", "actor.init_from_scratch=true"]
         tiny = [each for each in TINY if not each.startswith(("--base", "valid"))]
-        command = [sys.executable, *start, "--config-name=countdown_cpu", *model, *fp8, *tiny, *place]
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        words = [*start, "--config-name=countdown_cpu", *model, *fp8, *tiny, *place]
+        done = warm_python.commands().run(words, ROOT, os.environ, timeout=500)
+        assert done.returncode == 0, done.stderr[-3000:]
         steps = RunReader(tmp_path / "x" / name).steps()
         differences.append([steps[step]["train/logp_abs_diff_mean"] for step in (1, 2)])
     together, alone = differences
