@@ -181,7 +181,7 @@ def test_our_script_in_place_of_that_of_trl_runs_as_its_yaml_file(tmp_path: Path
     assert by_script == by_yaml
     short = 'config.total_train_steps, config.engine.device, config.gconfig.max_new_tokens = 1, "cpu", 8\nrows ='
     (tmp_path / "train.py").write_text(script.replace("rows =", short))
-    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    done = warm_python.commands().run(["train.py"], tmp_path, os.environ, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     [run] = tmp_path.glob("outputs/questions/*")
     assert (run / "config.yaml").read_text().startswith(f"# Settings: GRPOConfig\n# Script: {tmp_path / 'train.py'}\n")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from areno.launch.compose import HydraSession
 from areno.launch.side_by_side import JobFailed, JobOutputDisplay, ParallelJobs, job_env_vars
 from areno.recipes.sft import SFTConfig
 from areno.tracking.reader import RunReader
+from tests.helpers import warm_python
 from tests.helpers.played import Main, run, task_folder
 from tests.helpers.terminal import Terminal
 from tests.helpers.waiting import until
@@ -233,31 +233,30 @@ def test_a_job_can_be_sent_to_the_process_of_a_run(tmp_path: Path, monkeypatch: 
 def test_a_sweep_side_by_side_that_is_interrupted_and_goes_on(tmp_path: Path) -> None:
     """With the same results, table and files as one run after another; the run with a mistake ends alone."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "HF_HUB_OFFLINE": "1"}
-    words = [sys.executable, "-m", "areno.recipes.sft", "--config-name=quickstart_base", "-m", "trial_name=s"]
+    words = ["-m", "areno.recipes.sft", "--config-name=quickstart_base", "-m", "trial_name=s"]
     words += ["train_dataset.batch_size=8", "recover.freq_steps=1", "seed=1,2", "actor.optimizer.lr=1e-3,nan"]
     words += ["total_train_steps=16", "valid_dataset=null"]
-    given = {"env": environment, "stderr": subprocess.STDOUT, "text": True}
 
-    def command(fileroot: str, n_jobs: int) -> list[str]:
-        return [*words, f"cluster.fileroot={tmp_path / fileroot}", f"hydra.launcher.n_jobs={n_jobs}"]
+    def start(fileroot: str, n_jobs: int, said: Path) -> warm_python.Started:
+        given = [*words, f"cluster.fileroot={tmp_path / fileroot}", f"hydra.launcher.n_jobs={n_jobs}"]
+        return warm_python.commands().start(given, tmp_path, environment, said, said)
 
-    began = subprocess.Popen(command("two", 2), stdout=subprocess.PIPE, **given)
+    began = start("two", 2, tmp_path / "began.txt")
     sweep = tmp_path / "two/quickstart_base/s"
     until(lambda: all(list(sweep.glob(f"{number}/state/step-*")) for number in (0, 2)))
     began.send_signal(signal.SIGINT)
-    said, _ = began.communicate(timeout=300)
-    assert began.returncode == 130, said
-    assert said.count("to resume it: the same command with trial_name=s") == 1
-    done = subprocess.run(command("two", 2), stdout=subprocess.PIPE, timeout=400, **given)
-    assert done.returncode == 1, done.stdout
-    n_gone_on = done.stdout.count("going on after step")
+    assert began.wait(300) == 130, (tmp_path / "began.txt").read_text()
+    assert (tmp_path / "began.txt").read_text().count("to resume it: the same command with trial_name=s") == 1
+    code = start("two", 2, tmp_path / "two.txt").wait(400)
+    done = (tmp_path / "two.txt").read_text()
+    assert code == 1, done
+    n_gone_on = done.count("going on after step")
     assert n_gone_on > 0
-    assert n_gone_on + done.stdout.count("is finished: its 16 steps are done") == 2
-    assert done.stdout.count("actor.optimizer.lr: is nan; a finite number is expected") == 4
-    one = subprocess.run(command("one", 1), stdout=subprocess.PIPE, timeout=400, **given)
-    assert (
-        done.stdout[done.stdout.index(" run  ") :].replace("two/", "one/") == one.stdout[one.stdout.index(" run  ") :]
-    )
+    assert n_gone_on + done.count("is finished: its 16 steps are done") == 2
+    assert done.count("actor.optimizer.lr: is nan; a finite number is expected") == 4
+    start("one", 1, tmp_path / "one.txt").wait(400)
+    one = (tmp_path / "one.txt").read_text()
+    assert done[done.index(" run  ") :].replace("two/", "one/") == one[one.index(" run  ") :]
     for name in ("sweep.csv", "sweep.json"):
         two = (sweep / name).read_text().replace(str(tmp_path / "two"), str(tmp_path / "one"))
         assert two == (tmp_path / "one/quickstart_base/s" / name).read_text()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -18,8 +16,9 @@ import pytest
 
 from areno.engine.processes import watchdog
 from areno.recipes.gspo import GSPOConfig
-from tests.helpers.command_runs import ROOT, Driver, run
-from tests.helpers.processes import children, reads_proc, started, until_ended
+from tests.helpers import warm_python
+from tests.helpers.command_runs import Driver, run
+from tests.helpers.processes import children, reads_proc, until_ended
 from tests.helpers.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -123,12 +122,10 @@ STUBBORN = """
 def test_a_driver_that_cannot_be_interrupted_ends(tmp_path: Path) -> None:
     Path("stubborn.py").write_text(textwrap.dedent(STUBBORN))
     quick = ["total_train_steps=1", "train_dataset.batch_size=2", "gconfig.n_samples=2", "reward.workers=1"]
-    command = [sys.executable, "stubborn.py", *quick, "engine.device=cpu", "cluster.fileroot=out", "valid_dataset=null"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    words = ["stubborn.py", *quick, "engine.device=cpu", "cluster.fileroot=out", "valid_dataset=null"]
     lines, below = [], []
-    with started(command, env=environment, stderr=subprocess.PIPE) as process:
-        assert process.stderr is not None
-        for line in process.stderr:
+    with warm_python.said_by(words) as (process, said):
+        for line in said:
             lines.append(line)
             if line == "not me\n":
                 below = children(process.pid)
