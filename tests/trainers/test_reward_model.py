@@ -191,7 +191,8 @@ def quickstart(tmp_path_factory):
 def test_the_reward_model_of_the_quickstart_trains_a_policy(quickstart, tmp_path):
     """By PPO. How far depends on the rounding of the processor: 0.87 to 0.95 of the problems, at first 0.09."""
     _, folder = quickstart(1)
-    words = [f"reward.path={folder}/checkpoints/latest", f"cluster.fileroot={tmp_path}"]
+    # Of 60 steps, 30 of which train the critic alone: the mean score grows no more after 42.
+    words = [f"reward.path={folder}/checkpoints/latest", f"cluster.fileroot={tmp_path}", "total_train_steps=45"]
     with areno.PPOTrainer(load(PPOConfig, "quickstart_rlhf", words)) as trainer:
         trainer.fit()
         told = scalars(trainer.run.folder)
