@@ -67,7 +67,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2-cp2": layout(dp=4, cp=2),
     "tp2-cp2": layout(dp=2, tp=2, cp=2),
 }
-MATRIX = [(model, name) for model in ("qwen3", "llama") for name in LAYOUTS]
+MATRIX = [("qwen3", name) for name in LAYOUTS]
+# A head of its own meets each way of dividing once.
+MATRIX += [
+    ("llama", name) for name in ("dp2-zero2", "tp2", "tp2-whole-tokens", "tp4", "dp2-tp2-zero1", "cp2-zero1", "tp2-cp2")
+]
 MATRIX.append(("two key-value heads", "tp4"))  # each head is on two ranks
 
 TOKEN_ROWS = [[3, 4, 5, 6], [7, 8], [9] * 40, [10, 11, 12], [13]]
