@@ -22,6 +22,7 @@ from areno.league import results
 from areno.league.results import LeagueRun, Result, places, read_results, resolution, t_975
 from areno.league.runs import BEDS, NOT_IN_IT, STAGES, LeagueRuns, contenders
 from areno.league.schedule import AGES, CHOOSING_SEED, League
+from tests.helpers import warm
 
 ROOT = Path(__file__).parents[2]
 RATES = BEDS["cpu"].rates
@@ -405,6 +406,7 @@ def test_a_league_is_made_in_parts(
 ) -> None:
     """It stops when its time is up, goes on where results are missing, and then makes nothing again."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("areno.launch.side_by_side.multiprocessing", warm.workers())
     words = ["reproduce", "league", "--size=cpu", "-o", "out", "--parallel=2", "--only=grpo", "--seeds=1"]
     words += ["--stage=rates,countdown", *TINY]
     assert main([*words, "--for=3"]) == 0

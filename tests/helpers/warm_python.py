@@ -111,7 +111,7 @@ _KINDS: dict[str, tuple[list[str], dict[str, str]]] = {
     ),
 }
 _SHARED = "ARENO_TESTS_WARM"  # in the environment: the folder of the sockets
-WARM_WORKERS = "ARENO_TESTS_WARM_WORKERS"  # in the environment of a command: its workers start at once, too
+WARM_WORKERS = "ARENO_TESTS_WARM_WORKERS"  # in the environment of a command: its workers and runs start at once, too
 WORKERS_NAME = "warm workers"  # of the process that forks them, and theirs
 
 
@@ -259,11 +259,12 @@ def _become(words: list[str], cwd: str, environment: dict[str, str], files: list
 
 
 def _fork_workers() -> None:
-    """Let workers of the command be forked from a child that is as this process is now: see warm.py."""
+    """Let workers and runs of the command be forked from a child that is as this process is now: see warm.py."""
     from multiprocessing import forkserver
     from unittest import mock
 
     from areno.engine.processes import local
+    from areno.launch import side_by_side
     from tests.helpers import warm
 
     def fork(path: bytes, args: list[bytes], fds: list[int]) -> int:
@@ -273,13 +274,16 @@ def _fork_workers() -> None:
             kept = sorted({0, 1, 2, *fds})
             for before, after in itertools.pairwise([*kept, 1024]):
                 os.closerange(before + 1, after)  # such as the end of the pipe that says that the command lives
-            forkserver.main(*fds, [])
-            os._exit(0)
+            try:
+                forkserver.main(*fds, [])
+            finally:  # it ends by SystemExit
+                os._exit(0)
         return pid
 
     with mock.patch.object(forkserver.util, "spawnv_passfds", fork):
         forkserver.ensure_running()
-    vars(local)["multiprocessing"] = warm.workers()
+    for module in (local, side_by_side):
+        vars(module)["multiprocessing"] = warm.workers()
 
 
 def _run(words: list[str]) -> None:

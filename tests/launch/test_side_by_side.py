@@ -233,6 +233,7 @@ def test_a_job_can_be_sent_to_the_process_of_a_run(tmp_path: Path, monkeypatch: 
 def test_a_sweep_side_by_side_that_is_interrupted_and_goes_on(tmp_path: Path) -> None:
     """With the same results, table and files as one run after another; the run with a mistake ends alone."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "HF_HUB_OFFLINE": "1"}
+    environment[warm_python.WARM_WORKERS] = "1"
     words = ["-m", "areno.recipes.sft", "--config-name=quickstart_base", "-m", "trial_name=s"]
     words += ["train_dataset.batch_size=8", "recover.freq_steps=1", "seed=1,2", "actor.optimizer.lr=1e-3,nan"]
     words += ["total_train_steps=16", "valid_dataset=null"]
