@@ -12,7 +12,6 @@ import dataclasses
 import json
 import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -138,8 +137,7 @@ def test_the_half_of_trl_runs(tmp_path: Path, model: str) -> None:
             text = text.replace(NAMED, model).replace("max_completion_length=256", "max_completion_length=8")
             text = text.replace("max_steps=100", 'max_steps=1, use_cpu=True, bf16=False, report_to="none"')
             (tmp_path / "script.py").write_text(text)
-    command = [sys.executable, "script.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    done = warm_python.commands().run(["script.py"], tmp_path, os.environ, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "rewards/right/mean" in done.stdout
 
