@@ -234,6 +234,7 @@ def test_the_commands_of_the_curriculum_run(tmp_path):
         "--config-name=mixture": ["total_train_steps=1", "evaluator.freq_steps=1", "valid_dataset.max_rows=2"],
     }
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
+    environment[warm_python.WARM_WORKERS] = "1"
     for line in lines:
         line = re.sub("(?<= )(?=(docs|examples)/)", f"{ROOT}/", line.replace("seed=1,2,3,4,5", "seed=1"))
         words = shlex.split(line)[1:]
