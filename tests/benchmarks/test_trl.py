@@ -33,6 +33,7 @@ from benchmarks.trl_contender import (
     trl_settings,
     with_formulas_of_trl,
 )
+from tests.helpers import warm
 from tests.helpers.tiny_engine import engine_spec
 
 WARM_UP = "actor.optimizer.warmup_steps_proportion=0.5"
@@ -201,9 +202,13 @@ def test_settings_that_the_command_sets_itself() -> None:
 @pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda:0", marks=pytest.mark.gpu)]
 )
-def test_a_tiny_run_of_both(device: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_tiny_run_of_both(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     for name in ("trl", "accelerate", "datasets"):
         pytest.importorskip(name)
+    if device == "cpu":  # processes that start at once know of no GPU
+        monkeypatch.setattr("benchmarks.trl.get_context", warm.workers().get_context)
     command = f"trl --model {MODEL} --config quickstart --steps 3 --device {device} --json --folder {tmp_path}".split()
     assert main([*command, "--set", "train_dataset.batch_size=16", "--set", "reward.workers=1"]) == 0
     found = json.loads(capfd.readouterr().out)
