@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from areno.config.lora import ALL_LINEAR, FROM_FOLDER, LoraConfig
 from areno.config.models import ModelConfig
-from areno.errors import CheckpointError, ConfigError, Key, Problem, did_you_mean, keys_renamed
+from areno.errors import CheckpointError, ConfigError, Key, Problem, did_you_mean, keys_renamed, suggestion
 from areno.files.paths import existing_path, name_model_setting_in_errors
 from areno.layers.config import AdapterSpec
 from areno.models.adapter_shapes import EXPERTS, fused_names, linear_shapes
@@ -74,7 +74,8 @@ def _target_problems(actor: LoraConfig, model: TransformerConfig) -> Iterator[Pr
     for name in actor.target_modules:
         if name not in (*known, ALL_LINEAR):
             there = f"there are {', '.join(known)}, or {ALL_LINEAR} for all of them"
-            guess = did_you_mean(name, known, otherwise="")
+            layer = name.rpartition(".")[2]  # of a name in the files, such as mlp.shared_expert.gate_proj
+            guess = suggestion([layer]) if layer in known else did_you_mean(name, known)
             what = f"is no linear layer of the model{guess}"
             if model.experts is not None and name in _OF_EXPERTS:
                 what = f"is no layer with an adapter of its own: experts have {' and '.join(EXPERTS.values())}"

@@ -178,8 +178,9 @@ def test_settings_that_do_not_fit(overrides: str, message: str) -> None:
 
 def test_modules_that_the_model_has_not() -> None:
     with pytest.raises(ConfigError) as caught:
-        trainer_of(target_modules=["q_proj", "query", "down_prj"])
-    query, down = map(str, caught.value.problems)
+        trainer_of(target_modules=["q_proj", "query", "down_prj", "model.layers.0.self_attn.k_proj"])
+    query, down, long = map(str, caught.value.problems)
+    assert "; did you mean k_proj?" in long
     assert query.startswith("actor.target_modules: has query, which is no linear layer of the model")
     assert "did you mean down_proj or o_proj?" in down
     assert "there are q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, or all-linear" in down
