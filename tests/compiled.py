@@ -75,6 +75,7 @@ def compile_launches(capability: int) -> tuple[dict[str, int], list[str]]:
     driver.set_active(Gpu(capability))  # type: ignore[arg-type]
     backend.is_triton_interpreted = lambda: True  # Triton itself must not
     compile_, seen, counts, errors = JITFunction.run, set(), dict[str, int](), list[str]()
+    layouts: dict[int, str] = {}  # number of columns -> how they are divided over threads
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         types = [of.dtype if isinstance(of, torch.Tensor) else of for of in args]
@@ -92,6 +93,10 @@ def compile_launches(capability: int) -> tuple[dict[str, int], list[str]]:
                 raise ValueError("does not begin early")
             if "fixed_order" in self.fn.__module__ and "kWidth = 4" in made.asm["ttgir"]:
                 raise ValueError("adds the products of FP8 keys and values in another order than training does")
+            if self.fn.__name__ == "_softmax_statistics_kernel":
+                [layout] = re.findall(r"#ttg\.blocked<.*>", made.asm["ttgir"])
+                if layouts.setdefault(args[4], layout) != layout:
+                    raise ValueError(f"sums {args[4]} columns in two orders: {layout} and {layouts[args[4]]}")
             if "\t.loc\t" in made.asm["ptx"]:
                 raise ValueError("has line numbers of the source, which take a quarter of the time to compile")
         except Exception as error:
@@ -194,6 +199,7 @@ def launch_alone(dtype: torch.dtype, capability: int) -> None:
             packed_attention(*qkv, CuSeqlens(rows, rows, len(qkv[0]), len(qkv[0])), None, sinks)
     some = torch.zeros(16, 128, dtype=dtype)
     fixed_order_matmul(some, some, dtype)
+    _launch_softmax_of_two_ranks()
     edited = SamplingParams(min_new_tokens=4, frequency_penalty=0.5)
     sampler, slots = settings_of(5, 300, [edited] * 4, "cpu", ((0, 290),))
     every = SamplingFlags(filtered=True, n_banned=sampler.tensors.banned.shape[1], penalized=True)
@@ -250,6 +256,17 @@ def launch_alone(dtype: torch.dtype, capability: int) -> None:
     symmetric_memory.all_reduce(some.float(), shared)
     symmetric_memory.add_and_norm(some, some, some[0], 1e-6, False, shared)
     symmetric_memory.all_gather(numbers, shared)
+
+
+def _launch_softmax_of_two_ranks() -> None:
+    """What training computes, and rollout from gathered logits, whose rows alone lie at multiples of 16 elements."""
+    from areno.kernels.logprobs import triton as logprobs
+    from tests.helpers.exact_logits import logits_to_score
+
+    columns, targets = 8 * 513, torch.zeros(4, dtype=torch.int64)
+    scored = logits_to_score(torch.zeros(4, 2 * columns)[:, columns:], columns)
+    for logits in (torch.zeros(4, columns), scored):
+        logprobs.softmax_statistics(logits, targets, columns, torch.ones(4))
 
 
 def kernels_of(folder: Path) -> Iterator[str]:

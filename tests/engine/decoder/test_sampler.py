@@ -11,6 +11,7 @@ from areno.engine.decoder.sequence import Sequence
 from areno.kernels.sampling.random_keys import sample_keys, uniform
 from areno.kernels.sampling.reference import SamplingFlags, sample_tokens
 from areno.types import GenerationRequest, SamplingParams
+from tests.helpers.exact_logits import logits_to_score
 from tests.helpers.interpreted import run_interpreted
 from tests.helpers.slot_samplers import PLAIN, Texts, settings_of
 
@@ -363,3 +364,24 @@ def test_triton_kernels_in_the_interpreter_draw_what_torch_draws() -> None:
 @pytest.mark.gpu
 def test_triton_kernels_on_the_gpu_draw_what_torch_draws() -> None:
     compare_triton("cuda")
+
+
+@pytest.mark.parametrize("overwrites", [False, True])
+@pytest.mark.parametrize("n_valid", [8, 5])
+def test_exact_logprobs_are_of_rows_as_far_apart_as_in_training(n_valid: int, overwrites: bool) -> None:
+    """The second of two ranks, of gathered logits: the order of a kernel's sums depends on the distance of rows."""
+    gathered = torch.randn(3, 16)
+    local = gathered[:, 8 : 8 + n_valid]
+    found = logits_to_score(local, 8, overwrites)
+    assert torch.equal(found, local)
+    assert found.stride() == (8, 1)
+    assert logits_to_score(local, 8, overwrites, is_exact=False) is local
+
+
+def test_exact_logits_are_copied_only_if_sampling_overwrites_them() -> None:
+    logits = torch.randn(3, 8)[:, :5]
+    assert logits_to_score(logits, 8) is logits
+    copied = logits_to_score(logits, 8, overwrites=True)
+    assert copied.stride() == (8, 1)
+    assert torch.equal(copied, logits)
+    assert copied.data_ptr() != logits.data_ptr()
