@@ -13,7 +13,7 @@ from areno.kernels.fp8 import reference
 from areno.kernels.jit import kernel, load_fp32, load_masked, program_id_64
 
 _LEAST_EXPONENT = tl.constexpr(reference.LEAST_EXPONENT)
-_IS_INTERPRETED = tl.constexpr(is_triton_interpreted())
+IS_INTERPRETED = tl.constexpr(is_triton_interpreted())
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def scales_for(largest):
 
 @triton.jit
 def to_e4m3(x):
-    if _IS_INTERPRETED:  # it converts 31.9 to 16, and nan to a number
+    if IS_INTERPRETED:  # it converts 31.9 to 16, and nan to a number
         is_nan = x != x
         step = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23) - (3 << 23)
         step = step.to(tl.float32, bitcast=True)
@@ -54,7 +54,7 @@ def to_e4m3(x):
 def decode(codes, dtype: tl.constexpr):
     """Convert codes, as bytes, to a float type."""
     codes = codes.to(tl.float8e4nv, bitcast=True)
-    if _IS_INTERPRETED:  # it converts to float32 only
+    if IS_INTERPRETED:  # it converts to float32 only
         codes = codes.to(tl.float32)
     return codes.to(dtype)
 
@@ -69,7 +69,7 @@ def load_exponents(ptr, place, inside):
 @triton.jit
 def decode_pairs(pairs, dtype: tl.constexpr):
     """Convert pairs of codes, as int16, to float16 or float32. Return the first and the second code of each."""
-    if tl.float16 == dtype and not _IS_INTERPRETED:
+    if tl.float16 == dtype and not IS_INTERPRETED:
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 p;

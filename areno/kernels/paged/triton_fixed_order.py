@@ -26,7 +26,7 @@ from areno.kernels.fixed_order.triton import (
     total_with_sink,
     with_contiguous_heads,
 )
-from areno.kernels.fp8.triton import _IS_INTERPRETED, decode, load_exponents, scales
+from areno.kernels.fp8.triton import IS_INTERPRETED, decode, load_exponents, scales
 from areno.kernels.jit import kernel, load_masked, program_id_64
 from areno.kernels.paged.reference import PagedBatch
 from areno.kernels.paged.rows import as_bytes
@@ -295,7 +295,7 @@ def _attend_spans(
 @triton.jit
 def _dequantize(codes, exponent, dtype: tl.constexpr):
     x = (decode(codes, tl.float32) * scales(exponent)[:, None]).to(dtype)
-    if _IS_INTERPRETED or tl.float32 == dtype:
+    if IS_INTERPRETED or tl.float32 == dtype:
         return x
     else:
         # Triton follows x back to its loads. Of bytes, it adds a product's terms in another order than training, which
