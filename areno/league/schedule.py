@@ -74,9 +74,8 @@ class League:
     def possible_runs(self) -> Iterator[LeagueRun]:
         """Yield the runs of all stages in their order, as far as earlier results decide them."""
         if "rates" in self.stages:
-            for rate in self.bed.rates:
-                for name in self.choosing():
-                    yield LeagueRun("rates", name, CHOOSING_SEED, rate)
+            for runs in zip(*map(self._runs_to_choose_rate, self.choosing()), strict=True):
+                yield from runs
         if "countdown" in self.stages:
             yield from self._seeds_of("countdown", self.names)
         if "arithmetic" in self.stages:
@@ -98,19 +97,29 @@ class League:
     def rate_of(self, name: str) -> str | None:
         """Return the best learning rate on the validation problems. None until all are tried."""
         name = self.contenders[name].rate_of or name
-        files = [LeagueRun("rates", name, CHOOSING_SEED, rate).file for rate in self.bed.rates]
-        if any(file not in self.results and file not in self.failed for file in files):
+        runs = self._runs_to_choose_rate(name)
+        if not self._have_ended(runs):
             return None
-        found = [self.results[file] for file in files if file in self.results]
+        found = [self.results[run.file] for run in runs if run.file in self.results]
         return best_rate(found) if found else None
+
+    def _runs_to_choose_rate(self, name: str) -> list[LeagueRun]:
+        return [LeagueRun("rates", name, CHOOSING_SEED, rate) for rate in self.bed.rates]
 
     def best(self, n: int) -> list[str]:
         """Return the algorithms with the best mean solve rates on countdown. [] until all of their seeds have ended."""
-        names = [name for name in self.names if name not in CONTROLS]
-        files = [LeagueRun("countdown", name, seed).file for name in names for seed in self.seeds]
-        if any(file not in self.results and file not in self.failed for file in files):
+        runs = self._runs_to_rank()
+        if not self._have_ended(runs):
             return []
+        names = {run.name for run in runs}
         return [name for name in by_name(self.results.values(), "countdown") if name in names][:n]
+
+    def _runs_to_rank(self) -> list[LeagueRun]:
+        names = [name for name in self.names if name not in CONTROLS]
+        return [LeagueRun("countdown", name, seed) for name in names for seed in self.seeds]
+
+    def _have_ended(self, runs: Sequence[LeagueRun]) -> bool:
+        return all(run.file in self.results or run.file in self.failed for run in runs)
 
     def shares(self) -> list[dict[str, str]]:
         """Return the environment variables of each run that may be in progress: its device and its threads."""
@@ -161,11 +170,10 @@ class League:
 
     def _check_stages(self) -> None:
         """Raise ConfigError if a stage needs results that are not there and that no stage of this league makes."""
-        tried = [LeagueRun("rates", name, CHOOSING_SEED, rate) for name in self.choosing() for rate in self.bed.rates]
-        names = [name for name in self.names if name not in CONTROLS]
-        played = [LeagueRun("countdown", name, seed) for name in names for seed in self.seeds]
+        tried = [run for name in self.choosing() for run in self._runs_to_choose_rate(name)]
+        played = self._runs_to_rank()
         for stage in self.stages:
-            if stage in BEST and not names and "countdown" not in self.stages:
+            if stage in BEST and not played and "countdown" not in self.stages:
                 text = "has controls alone, and {} is for the best of the others; name one"
                 raise ConfigError(Problem("--only", text, stage))
             needed = [*(tried if stage != "rates" else ()), *(played if stage in BEST else ())]

@@ -22,7 +22,7 @@ from areno.models.families import FAMILIES, unread_prefixes
 from areno.models.folder import join_first_names, weight_files
 
 MAX_HEADER = 10**8  # bytes; the limit of safetensors
-BEYOND_BF16 = {"F16", "F32", "F64"}  # safetensors' names of the dtypes with numbers that bfloat16 would round
+_BEYOND_BF16 = {"F16", "F32", "F64"}  # safetensors' names of the dtypes with numbers that bfloat16 would round
 
 
 def with_stored(config: TransformerConfig, folder: Path, values: Mapping[str, Any]) -> TransformerConfig:
@@ -41,7 +41,7 @@ def with_stored(config: TransformerConfig, folder: Path, values: Mapping[str, An
     float32 = tuple(
         each
         for each in config.float32
-        if any(header["dtype"] in BEYOND_BF16 and name.endswith(f".{each}") for name, header in headers.items())
+        if any(header["dtype"] in _BEYOND_BF16 and name.endswith(f".{each}") for name, header in headers.items())
     )
     return replace(config, float32=float32, stored=_stored_weights(config, family, folder, values, headers))
 

@@ -9,8 +9,7 @@ from areno.config.experiments import ExperimentConfig
 from areno.config.models import ROWS_COUNTED
 from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.config.ratio import RatioConfig
-from areno.models.registry import load_config
-from areno.plan.plan import TrainerPlan, no_exact
+from areno.plan.plan import TrainerPlan, advice_on_rounding
 from areno.schema.fields import changed_settings
 from areno.specs.engine import EngineSpec
 from areno.specs.role import RoleSpec
@@ -60,11 +59,9 @@ def device_warnings(config: ExperimentConfig, spec: EngineSpec) -> Iterator[str]
         )
     fp8 = config.actor.fp8
     if is_policy and fp8 is not None and fp8.rounds_inputs and not config.engine.exact:
-        model = load_config(spec.actor.path, spec.actor.head)
-        advice = "watch train/logp_abs_diff_mean" if no_exact(model, spec.devices[0]) else "set engine.exact=true"
         yield (
             f"linear layers compute in FP8 without engine.exact, so rollout and training differ more than in "
-            f"{spec.dtype}; {advice}"
+            f"{spec.dtype}; {advice_on_rounding(spec)}"
         )
     if config.engine.zero_stage == 2 and spec.layout.dp_size == 1:
         yield "engine.zero_stage=2 has no effect: the run has one copy of the model, which shares no gradients"

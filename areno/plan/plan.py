@@ -200,17 +200,23 @@ def engine_problems(
         yield from fp8_problems(model, actor.fp8)
         if exact and actor.fp8.rounds_inputs and device.startswith("cuda"):
             yield from _emulated_problems(actor, model, layout)
-    if exact and (reason := no_exact(model, device)):
+    if exact and (reason := reason_against_exact(model, device)):
         yield Problem("engine.exact", f"is true, but {reason}; set it to false")
 
 
-def no_exact(model: TransformerConfig, device: str) -> str:
+def reason_against_exact(model: TransformerConfig, device: str) -> str:
     """Return why a model cannot have `engine.exact` on a device, or an empty text if it can."""
     if model.delta is not None:
         return "training and decoding compute the recurrent states of this model in different orders"
     if model.experts is not None and device.startswith("cuda"):
         return "the products of a model with experts have no fixed order on CUDA"
     return ""
+
+
+def advice_on_rounding(spec: EngineSpec) -> str:
+    """Return what to do where FP8 makes rollout and training differ."""
+    reason = reason_against_exact(load_config(spec.actor.path, spec.actor.head), spec.devices[0])
+    return "watch train/logp_abs_diff_mean" if reason else "set engine.exact=true"
 
 
 def fp8_unit_problems(config: ExperimentConfig, hardware: Hardware) -> Iterator[Problem]:

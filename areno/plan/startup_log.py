@@ -16,7 +16,7 @@ from areno.engine.engine import Engine
 from areno.environments.package import LazyRows
 from areno.models.fp8_layers import emulated_linears, n_quantized_parameters, names_in_checkpoint
 from areno.models.registry import load_config
-from areno.plan.plan import TrainerPlan, no_exact
+from areno.plan.plan import TrainerPlan, advice_on_rounding
 from areno.specs.role import LoraSpec, RoleSpec
 from areno.tracking.run_log import IN_FULL
 
@@ -75,11 +75,10 @@ def log_model(engine: Engine) -> None:
     if engine.spec.actor.fp8_kv:
         logger.info("keys and values: rounded to FP8 (e4m3, a scale for each token and head), and cached in it")
         if engine.spec.actor.optimizer is not None and not engine.spec.engine.exact:
-            model = load_config(engine.spec.actor.path, engine.spec.actor.head)
             logger.warning(
                 "rollout.kv_cache_dtype=fp8 without engine.exact: where rollout and training differ by rounding, keys "
                 "and values may round to different codes, so log-probabilities differ more; %s",
-                "watch train/logp_abs_diff_mean" if no_exact(model, info.device) else "set engine.exact=true",
+                advice_on_rounding(engine.spec),
             )
     if lora is not None:
         share = info.n_adapter_params / info.n_params

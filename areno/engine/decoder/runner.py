@@ -174,14 +174,14 @@ class Runner:
         return self._set_exact_logprobs(out_2B, local_BV[:n_rows, :n_valid], slots_B[:n_rows], sampler)
 
     def _logits_to_score(self, local_BV: Tensor, flags: SamplingFlags) -> Tensor:
-        """Return the logits that `_set_exact_logprobs` reads: a copy if sampling would change them.
+        """Return the logits that `_set_exact_logprobs` reads: a copy if sampling or training's stride requires it.
 
-        Also a copy if the rows are not as far apart as in training: the compiler chooses by this distance how many
-        neighbouring columns a thread adds, and so the order of the sums.
+        By the stride, the compiler chooses how many neighbouring columns a thread adds, and so the order of the sums.
         """
+        if not self.is_exact:
+            return local_BV
         n_columns = len(self.model.lm_head.weight)
-        is_changed = self.sampler.tensors.overwrites_logits(flags)
-        if not self.is_exact or (local_BV.stride(0) == n_columns and not is_changed):
+        if local_BV.stride(0) == n_columns and not self.sampler.tensors.overwrites_logits(flags):
             return local_BV
         return local_BV.new_empty((len(local_BV), n_columns))[:, : local_BV.shape[1]].copy_(local_BV)
 

@@ -57,10 +57,7 @@ def sampled_logprobs(
     first: int = 0,
     all_reduce: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """Return the log-probability of each sampled token, exactly as `selected_logprobs` computes it.
-
-    On a GPU, this requires that the logits have the stride that they have there, on which the order of sums depends.
-    """
+    """Return the log-probability of each sampled token, equal to `selected_logprobs` for logits of the same stride."""
     return log_softmax(logits_BV, tokens_B, first, temperature_B, all_reduce)[0]
 
 
